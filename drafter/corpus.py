@@ -30,6 +30,7 @@ With history "first_turn" only the system text, the first user turn and the role
 
 import hashlib
 import json
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,11 +84,26 @@ def split_by_hash(row_id: str, shares: Mapping[str, float], seed: int) -> str:
     return "train"
 
 
-# ---------------------------------------------------------------------------- counters: rows in = rows out + all drops, always
+# ---------------------------------------------------------------------------- files that no step may open
+
+HELD_OUT_TOKENS = frozenset({"test", "validation", "valid", "dev", "eval"})
+
+
+def held_out_token(file_name: str) -> str | None:
+    """The token by which a corpus file names a split that is not ours to train on, or None.
+
+    Tokens stand between / - _ . and digits, in any case: "data/Test-00000.parquet" does, "latest/contest.parquet"
+    does not. Give the name inside the corpus, not a local path: /dev/shm is no split.
+    """
+    tokens = re.split(r"[/\-_.0-9]+", file_name.casefold())
+    return next((token for token in tokens if token in HELD_OUT_TOKENS), None)
+
+
+# ---------------------------------------------------------------------------- counters
 
 
 class Counters:
-    """What became of the rows. A row is dropped for one reason; it may be repaired in several ways."""
+    """Rows in = rows out + all drops, always. A row is dropped for one reason; it may be repaired in several ways."""
 
     def __init__(self) -> None:
         self.rows_in = 0
@@ -180,7 +196,7 @@ def clean_messages(messages: object, *, history: str, max_chars: int) -> tuple[l
         raise Dropped("too_many_chars")
 
     cleaned = []
-    for turn, text in zip(turns, map(normalise, texts)):
+    for turn, text in zip(turns, map(normalise, texts), strict=True):
         if text:
             cleaned.append({"role": turn["role"], "content": text})
         elif turn["role"] == "user":
@@ -209,8 +225,8 @@ def read_parquet(path: Path, columns: Sequence[str], batch_size: int = 512) -> I
             if column not in present:
                 raise ValueError(f"{path}: no column {column!r}; it has {', '.join(present) or 'none'}")
         for batch in file.iter_batches(batch_size=batch_size, columns=list(columns), use_threads=False):
-            for values in zip(*(batch.column(column).to_pylist() for column in columns)):
-                yield dict(zip(columns, values))
+            for values in zip(*(batch.column(column).to_pylist() for column in columns), strict=True):
+                yield dict(zip(columns, values, strict=True))
 
 
 def conversation_of(record: Mapping, columns: Mapping[str, str]) -> object:
@@ -223,38 +239,38 @@ def conversation_of(record: Mapping, columns: Mapping[str, str]) -> object:
     return [{"role": role, "content": record[columns[role]]} for role in ("system", "user") if role in columns]
 
 
-def clean_stream(
-    conversations: Iterable[object],
-    counters: Counters,
-    seen: set[bytes],
-    *,
-    history: str,
-    max_chars: int,
-    max_tokens: int | None = None,
-    count_tokens: Callable[[list[dict]], int] | None = None,
-) -> Iterator[list[dict]]:
-    """Raw conversations -> messages of prompt rows; counts every row in `counters`, once.
+class Cleaner:
+    """Raw conversations -> messages of prompt rows; every row that goes in is counted, once.
 
     `seen` holds the `duplicate_key` of every prompt so far, over all files and steps (about 100 bytes a row in a
-    Python set); `count_tokens` renders and counts a prompt and is called last, on what every other rule kept.
+    Python set). `count_tokens` renders and counts a prompt; it is asked last, about what every other rule kept.
     """
-    assert (max_tokens is None) == (count_tokens is None)
-    for conversation in conversations:
-        counters.rows_in += 1
+
+    def __init__(
+        self, *, history: str, max_chars: int, max_tokens: int, count_tokens: Callable[[list[dict]], int]
+    ) -> None:
+        self.history, self.max_chars, self.max_tokens = history, max_chars, max_tokens
+        self.count_tokens = count_tokens
+        self.counters = Counters()
+        self.seen: set[bytes] = set()
+
+    def __call__(self, conversation: object) -> list[dict] | None:
+        """The messages of the prompt row, or None where a rule dropped it."""
+        self.counters.rows_in += 1
         try:
-            messages, repairs = clean_messages(conversation, history=history, max_chars=max_chars)
+            messages, repairs = clean_messages(conversation, history=self.history, max_chars=self.max_chars)
             key = duplicate_key(messages)
-            if key in seen:
+            if key in self.seen:
                 raise Dropped("duplicate")
-            if count_tokens is not None and count_tokens(messages) > max_tokens:
+            if self.count_tokens(messages) > self.max_tokens:
                 raise Dropped("too_many_tokens")
         except Dropped as drop:
-            counters.dropped[drop.reason] += 1
-            continue
-        seen.add(key)
-        counters.rows_out += 1
-        counters.repaired.update(repairs)
-        yield messages
+            self.counters.dropped[drop.reason] += 1
+            return None
+        self.seen.add(key)
+        self.counters.rows_out += 1
+        self.counters.repaired.update(repairs)
+        return messages
 
 
 # ---------------------------------------------------------------------------- prompt rows

@@ -23,7 +23,16 @@ from typing import Any, BinaryIO
 ROOT = Path(__file__).resolve().parents[1]
 
 # Packages whose version can change a number that we report.
-RECORDED_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "bitsandbytes", "zstandard", "pyarrow", "numpy")
+RECORDED_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "bitsandbytes",
+    "zstandard",
+    "pyarrow",
+    "numpy",
+)
 
 
 # ---------------------------------------------------------------------------- hashes
@@ -112,7 +121,9 @@ def utc_now() -> str:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(("git", "-C", str(ROOT), *arguments), capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            ("git", "-C", str(ROOT), *arguments), capture_output=True, text=True, timeout=20, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None  # an unpacked copy without git still works; the record then says null
     return done.stdout

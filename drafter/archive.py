@@ -1,0 +1,440 @@
+"""What a packed archive is, and the checked way to read one. Writing and loading models: model_io.py.
+
+A folder is refused before one weight is used when a byte, a size, a name, a shape or a link between two files is not as
+packed. The order of the checks: the list of files, each small file, what the documents say, then the weights, streamed
+once and hashed as they are decoded, then the adapter. Nothing is unpickled, extracted or written.
+
+Every JSON document has exactly the fields written here; a missing or an unknown one is an error.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafter import quantization as q
+from drafter.adapter import Adapter, AdapterError
+from drafter.chat import THINKING, TOKENIZER_FILES
+from drafter.provenance import canonical_json, sha256_bytes
+from drafter.streams import (
+    DTYPE_NAMES,
+    DTYPES,
+    ArchiveError,
+    ContentError,
+    HashError,
+    HashingReader,
+    ManifestError,
+    read_xz,
+    read_zstd,
+    split_tensors,
+    stream_size,
+)
+
+FORMAT = 1
+WEIGHTS = {"zst": "weights.safetensors.zst", "plain": "weights.safetensors"}
+ADAPTER_FILES = ("adapter.safetensors.xz", "adapter.json")
+DOCUMENTS = ("config.json", "generation.json", "quantization.json", "copy_policy.json", "architecture.json")
+KNOWN_FILES = {*WEIGHTS.values(), *ADAPTER_FILES, *DOCUMENTS, *TOKENIZER_FILES}
+# Ceilings: what a reader may be asked to hold. The tokenizer of Qwen3 is 11 MB; 32 B parameters in NF4 are 18 GB.
+SMALL_FILE_LIMIT = 64 << 20
+STREAM_LIMIT = 32 << 30
+WEIGHTS_METADATA = {"format": FORMAT, "kind": "weights"}
+FAMILIES = ("llama", "qwen3")
+# Keys of a config.json that would make transformers run code, reach a hub, or choose another kernel.
+FORBIDDEN_CONFIG = ("auto_map", "quantization_config", "attn_implementation", "experts_implementation", "kernel_config")
+
+
+# ---------------------------------------------------------------------------- documents
+
+
+def parse_document(file: str, data: bytes) -> Any:
+    def pairs(items):
+        if len({key for key, _ in items}) != len(items):
+            raise ValueError("a key occurs twice")
+        return dict(items)
+
+    def constant(word):
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise ContentError(file, f"not valid JSON ({error})") from None
+
+
+def check_fields(file: str, value: Any, keys: set[str]) -> dict[str, Any]:
+    """`value` as an object with exactly these keys and, where it has one, our format number."""
+    if not isinstance(value, dict) or set(value) != keys:
+        raise ContentError(
+            file, "fields", sorted(keys), sorted(value) if isinstance(value, dict) else type(value).__name__
+        )
+    if "format" in keys and (type(value["format"]) is not int or value["format"] != FORMAT):
+        raise ContentError(file, "format", FORMAT, repr(value["format"]))
+    return value
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def _is_count(value: Any, low: int = 1, high: int = STREAM_LIMIT) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def check_generation(value: Any) -> dict[str, Any]:
+    """The content of generation.json: stop ids, existing ids, thinking switch, context, drafted tokens by default."""
+    keys = {"format", "stop_ids", "num_ids", "thinking", "context", "num_draft_tokens"}
+    value, file = check_fields("generation.json", value, keys), "generation.json"
+    for key in ("num_ids", "context", "num_draft_tokens"):
+        if not _is_count(value[key], high=1 << 31):
+            raise ContentError(file, key, "a whole number >= 1", repr(value[key]))
+    stop_ids = value["stop_ids"]
+    if (
+        not isinstance(stop_ids, list)
+        or not stop_ids
+        or not all(_is_count(i, 0, value["num_ids"] - 1) for i in stop_ids)
+    ):
+        raise ContentError(file, "stop_ids", f"ids below {value['num_ids']}", repr(stop_ids)[:80])
+    if value["thinking"] not in THINKING:
+        raise ContentError(file, "thinking", " or ".join(THINKING), repr(value["thinking"]))
+    return value
+
+
+def stream_specs(quantization: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Every stored tensor in the order of the stream, derived from the codecs.
+
+    Kinds lie together, because what is alike compresses together, and wide elements first, so that each tensor is
+    aligned: small tensors (fp32, then bf16), all scales, int8 rows, NF4 codes.
+    """
+    small, scales, rows, codes = {}, {}, {}, {}
+    for name, entry in quantization["tensors"].items():
+        shape = tuple(entry["shape"])
+        if entry["codec"] == "nf4":
+            codes[f"{name}.codes"] = (torch.uint8, (-(-math.prod(shape) // 2),))
+            scales[f"{name}.scales"] = (torch.bfloat16, (q.block_count(shape),))
+        elif entry["codec"] == "int8":
+            rows[f"{name}.codes"] = (torch.int8, shape)
+            scales[f"{name}.scales"] = (torch.bfloat16, shape[:1])
+        else:
+            small[name] = (DTYPES[entry["dtype"]], shape)
+    small = dict(sorted(small.items(), key=lambda item: -item[1][0].itemsize))
+    return {**small, **scales, **rows, **codes}
+
+
+def kind_of(name: str, dtype: torch.dtype) -> str:
+    if name.endswith(".scales"):
+        return "scales"
+    return {torch.int8: "int8 rows", torch.uint8: "NF4 codes"}.get(dtype, "small tensors")
+
+
+def check_quantization(value: Any) -> dict[str, Any]:
+    """The content of quantization.json; every size that is allocated later follows from it, so it is checked hard."""
+    file = "quantization.json"
+    value = check_fields(file, value, {"format", "block_size", "source_dtype", "weights", "ties", "tensors"})
+    weights = check_fields(file, value["weights"], {"file", "size_bytes", "sha256"})
+    if weights["file"] not in WEIGHTS.values():
+        raise ContentError(file, "weights.file", " or ".join(WEIGHTS.values()), repr(weights["file"])[:80])
+    if value["block_size"] != q.BLOCK:
+        raise ContentError(file, "block_size", q.BLOCK, repr(value["block_size"])[:80])
+    if value["source_dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES}:
+        raise ContentError(file, "source_dtype", "a dtype", repr(value["source_dtype"])[:80])
+    if not isinstance(value["tensors"], dict) or not value["tensors"]:
+        raise ContentError(file, "tensors", "an object", type(value["tensors"]).__name__)
+    for name, entry in value["tensors"].items():
+        codec = entry.get("codec") if isinstance(entry, dict) else None
+        check_fields(file, entry, {"codec", "shape", "dtype"} if codec == "none" else {"codec", "shape"})
+        shape = entry["shape"]
+        if codec not in ("nf4", "int8", "none") or not re.fullmatch(r"[A-Za-z0-9_.]{1,200}", name):
+            raise ContentError(file, "codec of a tensor", "nf4, int8 or none", f"{name[:80]!r}: {codec!r}"[:120])
+        if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(_is_count(side) for side in shape):
+            raise ContentError(file, f"shape of {name}", "1 to 4 whole numbers >= 1", repr(shape)[:80])
+        if codec == "int8" and len(shape) != 2:
+            raise ContentError(file, f"shape of {name}", "a matrix", shape)
+        if codec == "none" and entry["dtype"] not in ("F32", "BF16", "F16"):
+            raise ContentError(file, f"dtype of {name}", "F32, BF16 or F16", repr(entry["dtype"])[:80])
+    if not isinstance(value["ties"], dict) or not set(value["ties"].values()) <= set(value["tensors"]):
+        raise ContentError(file, "ties", "{name: name of a stored tensor}", repr(value["ties"])[:80])
+    specs = stream_specs(value)
+    if len(specs) != len(value["tensors"]) + sum(entry["codec"] != "none" for entry in value["tensors"].values()):
+        raise ContentError(file, "two tensors would be stored under one name")
+    size = stream_size(specs, WEIGHTS_METADATA)
+    if size > STREAM_LIMIT or weights["size_bytes"] != size or type(weights["size_bytes"]) is not int:
+        raise ContentError(file, "weights.size_bytes", min(size, STREAM_LIMIT), repr(weights["size_bytes"])[:80])
+    if not _is_sha256(weights["sha256"]):
+        raise ContentError(file, "weights.sha256", "64 hex digits", repr(weights["sha256"])[:80])
+    return value
+
+
+def check_config(config: Any, quantization: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    """config.json: a family that we know, nothing that runs code or reaches a hub, and room for ids and context."""
+    file = "config.json"
+    if not isinstance(config, dict) or config.get("model_type") not in FAMILIES:
+        raise ContentError(file, "model_type of an object", " or ".join(FAMILIES), ascii(config)[:80])
+    bad = sorted(key for key in config if key.startswith("_") or key in FORBIDDEN_CONFIG)
+    if bad:
+        raise ContentError(file, "keys that an archive must not hold", "none", bad)
+    table = quantization["tensors"].get("model.embed_tokens.weight")
+    if table is None or table["shape"][0] != config.get("vocab_size"):
+        raise ContentError(file, "vocab_size", table and table["shape"][0], ascii(config.get("vocab_size"))[:80])
+    if generation["num_ids"] > table["shape"][0]:
+        raise ContentError("generation.json", "num_ids", f"<= {table['shape'][0]} rows", generation["num_ids"])
+    positions = config.get("max_position_embeddings")
+    if not _is_count(positions) or generation["context"] > positions:
+        raise ContentError("generation.json", "context", f"<= {ascii(positions)[:80]} positions", generation["context"])
+
+
+# ---------------------------------------------------------------------------- reading a folder
+
+
+@dataclasses.dataclass
+class Archive:
+    """A verified archive. `tensors` and `adapter` are dropped by `verify`, kept by the loader."""
+
+    path: Path
+    archive_id: str
+    files: list[dict[str, Any]]
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    quantization: dict[str, Any]
+    architecture: dict[str, Any]
+    adapter_document: dict[str, Any] | None
+    tensors: dict[str, Tensor]
+    adapter: Adapter | None
+
+    @property
+    def base_sha256(self) -> str:
+        """The name of the base: sha256 of its decompressed weight stream, the same however it is stored."""
+        return self.quantization["weights"]["sha256"]
+
+
+def _open(folder: Path, name: str):
+    """An ordinary file of the folder, opened without following a link."""
+    try:
+        descriptor = os.open(folder / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise ManifestError(name, f"cannot be opened ({error.strerror})") from None
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        file.close()
+        raise ManifestError(name, "must be an ordinary file")
+    return file, status.st_size
+
+
+def _read_all(file, size_bytes: int) -> bytes:
+    with file:
+        return file.read(size_bytes) if size_bytes else b""
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, dict], str]:
+    """The list of files, equal to what lies in the folder -> ({name: entry}, archive_id)."""
+    if not folder.is_dir() or not (folder / "manifest.json").exists():
+        fix = "python -m scripts.pack_model --recipe RECIPE --output " + folder.name
+        raise ManifestError("manifest.json", f"{folder.name or folder} is not a packed archive", fix=fix)
+    file, size = _open(folder, "manifest.json")
+    if size > 1 << 20:
+        file.close()
+        raise ManifestError("manifest.json", "size in bytes", f"<= {1 << 20}", size)
+    manifest = check_fields(
+        "manifest.json", parse_document("manifest.json", _read_all(file, size)), {"format", "files", "archive_id"}
+    )
+    if not isinstance(manifest["files"], list):
+        raise ManifestError("manifest.json", "files", "a list", type(manifest["files"]).__name__)
+    listed: dict[str, dict] = {}
+    for entry in manifest["files"]:
+        entry = check_fields("manifest.json", entry, {"path", "size_bytes", "sha256"})
+        path = entry["path"]
+        # Known names only: no folder, no "..", no absolute path, no NUL can be among them
+        if not isinstance(path, str) or path not in KNOWN_FILES:
+            raise ManifestError("manifest.json", "path", "the name of an archive file", ascii(path)[:80])
+        if path in listed:
+            raise ManifestError("manifest.json", f"{path} is listed twice")
+        if not _is_count(entry["size_bytes"], 0) or not _is_sha256(entry["sha256"]):
+            raise ManifestError(
+                "manifest.json", f"size or sha256 of {path}", "bytes and 64 hex digits", ascii(entry)[:160]
+            )
+        listed[path] = entry
+    archive_id = sha256_bytes(canonical_json(manifest["files"]))
+    if manifest["archive_id"] != archive_id:
+        raise HashError(
+            "manifest.json", "archive_id (sha256 of the list)", archive_id, ascii(manifest["archive_id"])[:80]
+        )
+    present = set()
+    for item in os.scandir(folder):
+        if item.name == "evidence" and item.is_dir(follow_symlinks=False):
+            continue
+        if not item.is_file(follow_symlinks=False):
+            raise ManifestError(ascii(item.name), "only ordinary files belong into an archive")
+        present.add(item.name)
+    if unlisted := sorted(present - set(listed) - {"manifest.json"}):
+        raise ManifestError(ascii(unlisted[0]), "lies in the folder but not in manifest.json", fix="remove it")
+    if missing := sorted((set(listed) | set(DOCUMENTS) | {"tokenizer.json"}) - (present & set(listed))):
+        raise ManifestError(missing[0], "is missing from the folder or from manifest.json")
+    return listed, archive_id
+
+
+def _hashed(folder: Path, entry: Mapping[str, Any], read) -> None:
+    """Runs `read(source)` over one listed file. Wrong bytes are a HashError, whatever they did to the decoder."""
+    name = entry["path"]
+    file, size = _open(folder, name)
+    with file:
+        if size != entry["size_bytes"]:
+            raise HashError(name, "size in bytes", entry["size_bytes"], size)
+        source = HashingReader(file, size, name)
+        fault = None
+        try:
+            read(source)
+        except ArchiveError as error:
+            fault = error
+        found = source.drain()
+        if found != entry["sha256"]:
+            raise HashError(name, "sha256", entry["sha256"], found)
+        if fault is not None:
+            raise fault
+
+
+def _small_files(folder: Path, listed: Mapping[str, dict]) -> dict[str, bytes]:
+    data: dict[str, bytes] = {}
+    for name, entry in listed.items():
+        if name in WEIGHTS.values() or name == "adapter.safetensors.xz":
+            continue
+        if entry["size_bytes"] > SMALL_FILE_LIMIT:
+            raise ManifestError(name, "size in bytes", f"<= {SMALL_FILE_LIMIT}", entry["size_bytes"])
+        _hashed(folder, entry, lambda source, name=name: data.update({name: source.take(source.left)}))
+    return data
+
+
+def _read_stream(folder: Path, entry: Mapping[str, Any], size_bytes: int, sha256: str, decode) -> Tensor:
+    """Decode one file into a buffer of the declared size (uint8 [n]) and compare the sha256 of what came out."""
+    stream = torch.empty(size_bytes, dtype=torch.uint8)  # pages are taken only as they are filled
+    _hashed(folder, entry, lambda source: decode(source, memoryview(stream.numpy())))
+    if (found := sha256_bytes(stream.numpy())) != sha256:
+        raise HashError(entry["path"], "sha256 of the decompressed stream", sha256, found)
+    return stream
+
+
+def _map_plain(folder: Path, entry: Mapping[str, Any], sha256: str) -> Tensor:
+    """The stored stream mapped read-only in effect (copy on write): replicas on one machine share its pages."""
+    file, size = _open(folder, entry["path"])
+    file.close()
+    if size != entry["size_bytes"]:
+        raise HashError(entry["path"], "size in bytes", entry["size_bytes"], size)
+    stream = torch.from_file(str(folder / entry["path"]), shared=False, size=size, dtype=torch.uint8)
+    for declared in (entry["sha256"], sha256):
+        if (found := sha256_bytes(stream.numpy())) != declared:
+            raise HashError(entry["path"], "sha256", declared, found)
+    return stream
+
+
+def _read_weights(folder: Path, listed: Mapping[str, dict], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
+    weights = quantization["weights"]
+    stored = [name for name in WEIGHTS.values() if name in listed]
+    if stored != [weights["file"]]:
+        raise ContentError("quantization.json", "weights.file", stored, weights["file"])
+    entry = listed[weights["file"]]
+    if weights["file"] == WEIGHTS["plain"]:
+        if entry["size_bytes"] != weights["size_bytes"]:
+            raise ContentError("quantization.json", "weights.size_bytes", entry["size_bytes"], weights["size_bytes"])
+        stream = _map_plain(folder, entry, weights["sha256"])
+    else:
+        stream = _read_stream(folder, entry, weights["size_bytes"], weights["sha256"], read_zstd)
+    tensors = split_tensors(stream, stream_specs(quantization), WEIGHTS_METADATA, weights["file"])
+    for name, tensor in tensors.items():
+        try:
+            if name.endswith(".scales"):
+                q.check_scales(tensor, tensor.numel(), name)
+            elif tensor.is_floating_point():
+                q.check_finite(tensor, name)
+        except ValueError as error:
+            raise ContentError(weights["file"], str(error)) from None
+    return tensors
+
+
+def adapter_specs(document: Mapping[str, Any], shapes: Mapping[str, tuple]) -> dict:
+    rank, specs = document["rank"], {}
+    for name in document["targets"]:
+        if len(shapes.get(f"{name}.weight", ())) != 2:
+            raise ContentError("adapter.json", "target", "a matrix of the base", name[:80])
+        rows, columns = shapes[f"{name}.weight"]
+        specs[f"{name}.lora_A"] = (torch.bfloat16, (rank, columns))
+        specs[f"{name}.lora_B"] = (torch.bfloat16, (rows, rank))
+    return specs
+
+
+def adapter_metadata(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, "kind": "adapter", **{key: document[key] for key in ("rank", "alpha", "scale")}}
+
+
+def _read_adapter(folder: Path, listed, document: dict, quantization: Mapping[str, Any]) -> Adapter:
+    file, extra = "adapter.json", {"base_sha256", "size_bytes", "sha256"}
+    own = {"format", "rank", "alpha", "scale", "targets"}
+    document = check_fields(file, document, own | extra)
+    base = quantization["weights"]["sha256"]
+    if document["base_sha256"] != base:
+        raise ContentError(
+            file, "sha256 of the base that the adapter was trained on", ascii(document["base_sha256"])[:80], base
+        )
+    if not _is_count(document["rank"], high=4096) or not _is_sha256(document["sha256"]):
+        raise ContentError(file, "rank or sha256", "1 to 4096 and 64 hex digits", ascii(document["rank"])[:80])
+    fields = {key: document[key] for key in own}
+    try:
+        # a first look at the document alone: the sizes of the stream follow from it
+        if not isinstance(fields["targets"], list) or not all(isinstance(name, str) for name in fields["targets"]):
+            raise AdapterError("adapter.json: targets must be a list of layer names")
+        shapes = {name: tuple(entry["shape"]) for name, entry in quantization["tensors"].items()}
+        specs, metadata = adapter_specs(fields, shapes), adapter_metadata(fields)
+        size = stream_size(specs, metadata)
+        if document["size_bytes"] != size:
+            raise ContentError(file, "size_bytes", size, ascii(document["size_bytes"])[:80])
+        name = "adapter.safetensors.xz"
+        stream = _read_stream(folder, listed[name], size, document["sha256"], read_xz)
+        del fields["format"]
+        return Adapter(split_tensors(stream, specs, metadata, name), **fields)
+    except AdapterError as error:
+        raise ContentError(file, str(error)) from None
+
+
+def read_archive(folder: str | Path) -> Archive:
+    """Everything verified and decoded, no model built. ArchiveError on the first fault."""
+    folder = Path(folder)
+    listed, archive_id = _read_manifest(folder)
+    data = _small_files(folder, listed)
+    documents = {name: parse_document(name, data[name]) for name in DOCUMENTS}
+    generation = check_generation(documents["generation.json"])
+    quantization = check_quantization(documents["quantization.json"])
+    check_fields("architecture.json", documents["architecture.json"], {"format", "recipe_name", "recipe", "phase_log"})
+    policy = check_fields("copy_policy.json", documents["copy_policy.json"], {"enabled"})
+    if policy["enabled"] is not False:
+        raise ContentError("copy_policy.json", "enabled", False, ascii(policy["enabled"])[:80])
+    config = documents["config.json"]
+    check_config(config, quantization, generation)
+    tokenizer_config = parse_document("tokenizer_config.json", data.get("tokenizer_config.json", b"{}"))
+    if not isinstance(tokenizer_config, dict) or "auto_map" in tokenizer_config:
+        raise ContentError("tokenizer_config.json", "must be an object without auto_map (remote code)")
+    tensors = _read_weights(folder, listed, quantization)
+    adapter = None
+    if present := [name for name in ADAPTER_FILES if name in listed]:
+        if len(present) != len(ADAPTER_FILES):
+            raise ManifestError(present[0], "an adapter is two files", ADAPTER_FILES, present)
+        documents["adapter.json"] = parse_document("adapter.json", data["adapter.json"])
+        adapter = _read_adapter(folder, listed, documents["adapter.json"], quantization)
+    return Archive(
+        folder,
+        archive_id,
+        list(listed.values()),
+        config,
+        generation,
+        quantization,
+        documents["architecture.json"],
+        documents.get("adapter.json"),
+        tensors,
+        adapter,
+    )

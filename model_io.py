@@ -1,0 +1,574 @@
+"""The packed archive: pack, verify, load.
+
+    model/
+      manifest.json             every file with size and sha256; archive_id = sha256 of that list
+      config.json  generation.json  architecture.json  copy_policy.json  tokenizer files
+      quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream
+      weights.safetensors.zst   NAME.codes, NAME.scales, small tensors as they are (or weights.safetensors, mapped)
+      adapter.safetensors.xz    with adapter.json (rank, alpha, scale, targets, sha256 of the base), or neither
+      evidence/                 written later, outside the list
+
+    archive = verify("model")                       # everything but building the model; ArchiveError on any fault
+    loaded = load_model("model", form="merged")     # .model (transformers), .chat, .generation, .archive_id, .info
+    pack_base("runs/R/base", weights=Checkpoint("runs/R/qat"), ...)    # NF4 + INT8; frozen from then on
+    pack_adapter("model", base_dir="runs/R/base", adapter=Adapter.load("runs/R/adapter"))
+
+`drafter/archive.py` says what an archive is and reads it; this file writes one and makes models of it. Loading needs no
+git and no network, runs no code of the folder's, and unpickles nothing.
+
+Legend: R rows and D columns of a matrix.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from drafter import quantization as q
+from drafter.adapter import Adapter, check_unmerged, linear_names, mark_merged
+from drafter.archive import (
+    FORBIDDEN_CONFIG,
+    FORMAT,
+    WEIGHTS,
+    WEIGHTS_METADATA,
+    Archive,
+    adapter_metadata,
+    adapter_specs,
+    check_generation,
+    check_quantization,
+    kind_of,
+    read_archive,
+    stream_specs,
+)
+from drafter.chat import TOKENIZER_FILES, Chat
+from drafter.provenance import canonical_json, sha256_bytes, sha256_file
+from drafter.streams import (
+    DTYPE_NAMES,
+    ContentError,
+    safetensors_header,
+    stream_size,
+    tensor_bytes,
+    write_plain,
+    write_zstd,
+)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def verify(folder: str | Path) -> Archive:
+    """Checks an archive whole, without building a model. Raises ArchiveError; returns it without its weights."""
+    return dataclasses.replace(read_archive(folder), tensors={}, adapter=None)
+
+
+# ---------------------------------------------------------------------------- models and checkpoints
+
+
+def meta_model(config: Mapping[str, Any]) -> nn.Module:
+    """The transformers model of a config, weights on the meta device: names and shapes, no memory."""
+    # Two families, by name: an Auto class would also build models that run code of the folder's or reach a hub.
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    families = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    if config.get("model_type") not in families:
+        raise ContentError("config.json", "model_type", " or ".join(families), repr(config.get("model_type"))[:80])
+    config_class, model_class = families[config["model_type"]]
+    try:
+        with torch.device("meta"):
+            model = model_class(config_class(**{key: value for key, value in config.items() if key != "model_type"}))
+        # rotary tables are buffers that no checkpoint holds: computed anew, off the meta device
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    except Exception as error:  # whatever transformers makes of a wrong value
+        raise ContentError("config.json", f"no model can be built ({type(error).__name__}: {error})"[:300]) from None
+    return model.eval()
+
+
+class Checkpoint(Mapping[str, Tensor]):
+    """The tensors of a plain checkpoint folder (one safetensors file or several), each read when it is asked for."""
+
+    def __init__(self, folder: str | Path):
+        paths = sorted(Path(folder).glob("model*.safetensors"))
+        if not paths:
+            raise ValueError(f"{folder} holds no model*.safetensors: is the phase that makes it finished?")
+        self._where = {name: file for file in (safe_open(path, "pt") for path in paths) for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+
+# ---------------------------------------------------------------------------- load
+
+
+@dataclasses.dataclass
+class LoadedModel:
+    """A model ready to run, and what it must be run with."""
+
+    model: nn.Module
+    chat: Chat
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    archive_id: str
+    base_sha256: str
+    info: dict[str, Any]
+    form: str
+    tensors: dict[str, Tensor]  # packed form: NAME.codes, NAME.scales and small tensors as stored; merged form: empty
+    adapter: Adapter | None  # packed form: attached to the model
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.generation["stop_ids"])
+
+    @property
+    def num_ids(self) -> int:
+        return self.generation["num_ids"]
+
+    @property
+    def context(self) -> int:
+        return self.generation["context"]
+
+
+def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | str = torch.bfloat16) -> LoadedModel:
+    """Verify an archive and make a model of it, in eval mode, on the CPU.
+
+    merged  every weight decoded, adapter added in fp32, cast once to `dtype`: plain transformers.
+    packed  codes and scales kept, decoded in each forward, adapter beside them: slow, the oracle of fused kernels.
+
+    ArchiveError for anything wrong with the folder; ValueError for an unknown form.
+    """
+    if form not in ("merged", "packed"):
+        raise ValueError(f"form must be merged or packed, not {form!r}")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    archive = read_archive(folder)
+    model = meta_model(archive.config)
+    _check_names(model, archive.quantization)
+    if form == "merged":
+        _fill_merged(model, archive, dtype)
+    else:
+        _fill_packed(model, archive, dtype)
+    leftover = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not leftover, leftover
+    # Nothing of a vendor's generation file can act: there is none in an archive, and what transformers derives
+    # from the config is replaced.
+    from drafter.decoding import neutral_generation_config
+
+    model.generation_config = neutral_generation_config(archive.generation["stop_ids"])
+    settings = {key: archive.generation[key] for key in ("thinking", "stop_ids", "num_ids")}
+    try:
+        chat = Chat.load(archive.path, **settings)
+    except ValueError as error:
+        raise ContentError("tokenizer.json", str(error)) from None
+    return LoadedModel(
+        model=model,
+        chat=chat,
+        config=archive.config,
+        generation=archive.generation,
+        archive_id=archive.archive_id,
+        base_sha256=archive.base_sha256,
+        info=_info(archive),
+        form=form,
+        tensors=archive.tensors if form == "packed" else {},
+        adapter=archive.adapter if form == "packed" else None,
+    )
+
+
+def load_base(folder: str | Path, dtype: torch.dtype | str = torch.bfloat16) -> LoadedModel:
+    """The frozen base for the adapter phase: decoded weights, and `.base_sha256`, which the adapter must name."""
+    if (Path(folder) / "adapter.json").exists():
+        raise ValueError(f"{folder} has an adapter; the adapter phase starts from the base: pack_model --base makes it")
+    return load_model(folder, "merged", dtype)
+
+
+def _info(archive: Archive) -> dict[str, Any]:
+    """What /info tells about the model; plain JSON values."""
+    kept = ("phase", "steps", "tokens", "seconds", "tau_before", "tau_after")
+    log = [{key: entry[key] for key in kept if key in entry} for entry in archive.architecture["phase_log"]]
+    return {
+        "recipe": archive.architecture["recipe_name"],
+        "model_type": archive.config["model_type"],
+        "layers": archive.config["num_hidden_layers"],
+        "hidden_size": archive.config["hidden_size"],
+        "rows": archive.config["vocab_size"],
+        "adapter_rank": archive.adapter_document["rank"] if archive.adapter_document else None,
+        **sizes(archive),
+        "phase_log": log,
+    }
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    return {HEAD: EMBEDDING} if model.config.tie_word_embeddings else {}
+
+
+def _check_names(model: nn.Module, quantization: Mapping[str, Any]) -> None:
+    """The stored tensors are those of the model, each with its shape and the codec of its place."""
+    ties, expected = _ties(model), {}
+    codecs = _codecs(model)
+    for name, tensor in model.state_dict().items():
+        if name not in ties:
+            expected[name] = (codecs.get(name, "none"), list(tensor.shape))
+    found = {name: (entry["codec"], entry["shape"]) for name, entry in quantization["tensors"].items()}
+    if quantization["ties"] != ties:
+        raise ContentError("quantization.json", "ties", ties, repr(quantization["ties"])[:80])
+    for name in expected.keys() | found.keys():
+        if expected.get(name) != found.get(name):
+            raise ContentError("quantization.json", f"tensor {name}", expected.get(name), found.get(name))
+
+
+def _codecs(model: nn.Module) -> dict[str, str]:
+    """{tensor name: "nf4" | "int8"}: linear layers of the blocks, embedding and head; all else stays as it is."""
+    tables = {EMBEDDING: "int8"} if HEAD in _ties(model) else {EMBEDDING: "int8", HEAD: "int8"}
+    return {**tables, **{f"{name}.weight": "nf4" for name in linear_names(model)}}
+
+
+def decoded(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, Any]) -> Tensor:
+    """fp32 weight of one stored tensor."""
+    if entry["codec"] == "nf4":
+        return q.nf4_dequantize(tensors[f"{name}.codes"], tensors[f"{name}.scales"], entry["shape"])
+    if entry["codec"] == "int8":
+        return q.int8_dequantize(tensors[f"{name}.codes"], tensors[f"{name}.scales"])
+    return tensors[name].float()
+
+
+def _fill_merged(model: nn.Module, archive: Archive, dtype: torch.dtype) -> None:
+    targets = set(archive.adapter.targets) if archive.adapter else set()
+    state = {}
+    for name, entry in archive.quantization["tensors"].items():
+        weight = decoded(archive.tensors, name, entry)  # fp32 [R, D]
+        if name.removesuffix(".weight") in targets:
+            weight = archive.adapter.merged(name.removesuffix(".weight"), weight)
+        # the one cast; a clone, where nothing was cast, so that no weight stays a view into the stream
+        state[name] = weight.to(dtype, copy=True) if entry["codec"] == "none" else weight.to(dtype)
+    for name, source in archive.quantization["ties"].items():
+        state[name] = state[source]
+    model.load_state_dict(state, strict=True, assign=True)
+    if HEAD in archive.quantization["ties"]:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.requires_grad_(False)
+    if archive.adapter:
+        mark_merged(model.config)
+
+
+def _fill_packed(model: nn.Module, archive: Archive, dtype: torch.dtype) -> None:
+    tensors, entries = archive.tensors, archive.quantization["tensors"]
+    tables = {
+        name: q.PackedTable(tensors[f"{name}.codes"], tensors[f"{name}.scales"])
+        for name, entry in entries.items()
+        if entry["codec"] == "int8"
+    }
+    for name in linear_names(model):
+        bias = tensors.get(f"{name}.bias")
+        weight = (tensors[f"{name}.weight.codes"], tensors[f"{name}.weight.scales"])
+        model.set_submodule(name, q.PackedLinear(*weight, entries[f"{name}.weight"]["shape"], bias))
+    model.model.embed_tokens = q.PackedEmbedding(tables[EMBEDDING], dtype)
+    model.lm_head = q.PackedHead(tables[archive.quantization["ties"].get(HEAD, HEAD)])
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:  # norms
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensors[name].to(dtype), requires_grad=False))
+    if archive.adapter:
+        archive.adapter.attach(model)
+        for parameter in archive.adapter.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)  # stored in bf16: exact in fp32 too
+
+
+# ---------------------------------------------------------------------------- pack
+
+
+def pack_base(
+    out_dir: str | Path,
+    *,
+    weights: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    tokenizer_dir: str | Path,
+    generation: Mapping[str, Any],
+    architecture: Mapping[str, Any],
+    scales: Mapping[str, Tensor] | None = None,
+    moments: Mapping[str, Tensor] | None = None,
+    storage: str = "zst",
+    teacher_dir: str | Path | None = None,
+) -> dict[str, Any]:
+    """Quantize a checkpoint and write it as an archive without adapter -> report (see `sizes`, plus "streams").
+
+    weights     fp32 or bf16 tensors by their names in the model; a `Checkpoint` is read tensor by tensor
+    config      content of the checkpoint's config.json
+    generation  {"stop_ids", "num_ids", "thinking", "context", "num_draft_tokens"}
+    scales      NF4 scales by tensor name, as quantization-aware training left them: used unchanged; searched if None
+    moments     mean square of each linear layer's inputs by tensor name, weights of the search; only without `scales`
+
+    The folder is written beside `out_dir` and takes its place once it verifies. ValueError (ArchiveError, AdapterError)
+    when something does not fit; nothing is left behind then.
+    """
+    if storage not in WEIGHTS:
+        raise ValueError(f"storage must be {' or '.join(WEIGHTS)}, not {storage!r}")
+    check_unmerged(config)
+    config = _clean_config(config)
+    generation = check_generation({"format": FORMAT, **generation})
+    model = meta_model(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    ties, codecs = _ties(model), _codecs(model)
+    _check_weights(weights, shapes, ties)
+    linear = [name for name, codec in codecs.items() if codec == "nf4"]
+    if teacher_dir is not None:
+        _refuse_teacher(weights, linear, teacher_dir)
+    if scales is not None and set(scales) != set(linear):
+        differ = sorted(set(scales) ^ set(linear))
+        raise ContentError("nf4_scales", "scales must name exactly the linear layers", len(linear), differ[:3])
+
+    found: dict[str, Tensor] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    # bars appear only where a step takes more than ten seconds
+    for name, shape in tqdm(shapes.items(), "scales", delay=10, unit=" tensors"):
+        if name in ties:
+            continue
+        weight, codec = weights[name], codecs.get(name, "none")
+        entries[name] = {"codec": codec, "shape": list(shape)}
+        if codec == "nf4":
+            given = None if scales is None else scales[name]
+            found[name] = q.nf4_scales(weight, moments=(moments or {}).get(name), name=name) if given is None else given
+            q.check_scales(found[name], q.block_count(shape), name)
+        elif codec == "int8":
+            found[name] = q.int8_scales(weight, name)
+        else:
+            q.check_finite(weight, name)
+            entries[name]["dtype"] = DTYPE_NAMES[weight.dtype]
+    source_dtype = str(weights[linear[0]].dtype).removeprefix("torch.")
+    quantization = {"format": FORMAT, "block_size": q.BLOCK, "source_dtype": source_dtype, "ties": ties}
+    quantization["tensors"] = entries
+    specs = stream_specs(quantization)
+    size = stream_size(specs, WEIGHTS_METADATA)
+
+    def pieces():
+        yield "header", safetensors_header(specs, WEIGHTS_METADATA)
+        for stored, (dtype, _) in tqdm(specs.items(), "weights", delay=10, unit=" tensors"):
+            kind = kind_of(stored, dtype)
+            if stored in entries:
+                yield kind, tensor_bytes(weights[stored])
+                continue
+            name, _, part = stored.rpartition(".")
+            quantize = q.nf4_quantize if entries[name]["codec"] == "nf4" else q.int8_quantize
+            yield kind, tensor_bytes(found[name] if part == "scales" else quantize(weights[name], found[name], name))
+
+    with _new_folder(out_dir) as folder:
+        with open(folder / WEIGHTS[storage], "wb") as file:
+            sha256, streams = write_zstd(file, size, pieces()) if storage == "zst" else write_plain(file, pieces())
+        quantization["weights"] = {"file": WEIGHTS[storage], "size_bytes": size, "sha256": sha256}
+        _write_document(folder / "config.json", config)
+        _write_document(folder / "generation.json", generation)
+        _write_document(folder / "quantization.json", check_quantization(quantization))
+        _write_document(folder / "architecture.json", architecture)
+        _write_document(folder / "copy_policy.json", {"enabled": False})
+        for name in TOKENIZER_FILES:
+            if (Path(tokenizer_dir) / name).exists():
+                shutil.copyfile(Path(tokenizer_dir) / name, folder / name)
+        archive = _finish(folder)
+    return {**_report(archive, out_dir), "streams": streams}
+
+
+def pack_adapter(
+    out_dir: str | Path, *, base_dir: str | Path, adapter: Adapter, architecture: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The base's files, byte for byte, with an adapter beside them -> report.
+
+    A and B are stored in bf16 (rounded once), xz-compressed. `architecture` replaces the base's, because the log of
+    phases has grown since. ValueError when the base has an adapter already or its layers do not fit.
+    """
+    base = read_archive(base_dir)
+    if base.adapter_document is not None:
+        raise ContentError("adapter.json", "the base has an adapter already", fix="pack from runs/RECIPE/base")
+    shapes = {name: tuple(entry["shape"]) for name, entry in base.quantization["tensors"].items()}
+    document = adapter.document()
+    specs, metadata = adapter_specs(document, shapes), adapter_metadata(document)
+    for name, tensor in adapter.state_dict().items():
+        if tuple(tensor.shape) != specs[name][1]:
+            raise ContentError("adapter.safetensors", f"shape of {name}", specs[name][1], tuple(tensor.shape))
+    stream = safetensors_header(specs, metadata)
+    stream += b"".join(tensor_bytes(adapter.tensors[name].to(dtype)) for name, (dtype, _) in specs.items())
+    document |= {"base_sha256": base.base_sha256, "size_bytes": len(stream), "sha256": sha256_bytes(stream)}
+    with _new_folder(out_dir) as folder:
+        for entry in base.files:
+            if entry["path"] != "architecture.json" or architecture is None:
+                shutil.copyfile(base.path / entry["path"], folder / entry["path"])
+        if architecture is not None:
+            _write_document(folder / "architecture.json", architecture)
+        # preset 6: 8 MiB of dictionary; higher presets only widen it, and A and B are noise beyond a few bytes
+        (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, preset=6))
+        _write_document(folder / "adapter.json", document)
+        archive = _finish(folder)
+        if archive.base_sha256 != base.base_sha256:
+            raise ContentError(
+                WEIGHTS["zst"], "the base changed while it was copied", base.base_sha256, archive.base_sha256
+            )
+    stored = (Path(out_dir) / "adapter.safetensors.xz").stat().st_size
+    return {**_report(archive, out_dir), "streams": {"adapter": [len(stream), stored]}}
+
+
+def _clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    # paths of the machine it was trained on, and all that could choose other code
+    drop = ("transformers_version", *FORBIDDEN_CONFIG)
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in drop}
+
+
+def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple], ties: Mapping[str, str]) -> None:
+    """Exactly the tensors of the model; a tied one may be there twice when both are equal, or once."""
+    missing = sorted(set(shapes) - set(ties) - set(weights))
+    if missing or (extra := sorted(set(weights) - set(shapes))):
+        raise ContentError(
+            "model.safetensors", "tensors", "those of config.json", f"without {missing[:3]}" if missing else extra[:3]
+        )
+    for name, source in ties.items():
+        if name in weights and not torch.equal(weights[name], weights[source]):
+            raise ContentError(
+                "model.safetensors", f"{name} is tied to {source} by config.json, but their values differ"
+            )
+    for name, shape in shapes.items():
+        if name in weights:
+            weight = weights[name]
+            if tuple(weight.shape) != shape or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ContentError(
+                    "model.safetensors", name, f"floats {shape}", f"{weight.dtype} {tuple(weight.shape)}"
+                )
+
+
+def _refuse_teacher(weights: Mapping[str, Tensor], linear: list[str], teacher_dir: str | Path) -> None:
+    """ValueError when every linear layer is one of the teacher's, wherever it stood there: nothing was trained.
+
+    A pruned student starts as a copy of some layers, so names say nothing; the hashes of the matrices do.
+    """
+
+    def digest(tensor: Tensor) -> str:
+        return hashlib.sha256(tensor_bytes(tensor.to(torch.bfloat16))).hexdigest()
+
+    teacher = Checkpoint(teacher_dir)
+    shapes = {tuple(weights[name].shape) for name in linear}
+    known = {digest(teacher[name]) for name in teacher if teacher.shape(name) in shapes}
+    if all(digest(weights[name]) in known for name in linear):
+        raise ValueError(
+            f"all {len(linear)} linear layers are the teacher's own tensors: a drafter must not be the teacher. "
+            "Train it first: python train.py --recipe RECIPE --phase all"
+        )
+
+
+def _write_document(path: Path, value: Any) -> None:
+    path.write_bytes(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False).encode() + b"\n")
+
+
+def _finish(folder: Path) -> Archive:
+    """Writes manifest.json, last, and reads the whole folder back as a loader would."""
+    files = [
+        {"path": path.name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(folder.iterdir())
+    ]
+    manifest = {"format": FORMAT, "files": files, "archive_id": sha256_bytes(canonical_json(files))}
+    _write_document(folder / "manifest.json", manifest)
+    archive = verify(folder)
+    _check_names(meta_model(archive.config), archive.quantization)
+    return archive
+
+
+@contextlib.contextmanager
+def _new_folder(out_dir: str | Path) -> Iterator[Path]:
+    """A folder beside `out_dir` that replaces it when the block ends well, and is removed when it does not.
+
+    An existing folder is replaced only when it is an archive, or empty. Its evidence/ is kept when the new archive_id
+    is the old one: then it still speaks of these very bytes.
+    """
+    out = Path(out_dir).absolute()
+    if out.exists() and not (out.is_dir() and ((out / "manifest.json").is_file() or not any(out.iterdir()))):
+        raise ValueError(f"{out_dir} exists and is not a packed archive: choose another --output, or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    old = folder.with_name(folder.name + ".old")
+    try:
+        yield folder
+        os.chmod(folder, 0o755)  # mkdtemp makes a private folder; an archive is an ordinary one
+        if out.exists():
+            if (out / "evidence").is_dir() and _archive_id(out) == _archive_id(folder):
+                shutil.copytree(out / "evidence", folder / "evidence")
+            os.rename(out, old)
+        try:
+            os.rename(folder, out)
+        except OSError:
+            if old.exists():
+                os.rename(old, out)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _archive_id(folder: Path) -> str | None:
+    try:
+        return json.loads((folder / "manifest.json").read_bytes()).get("archive_id")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+# ---------------------------------------------------------------------------- sizes
+
+
+def inventory(archive: Archive) -> list[dict[str, Any]]:
+    """A row a stored tensor: name, codec, shape, elements, bytes before compression, bits an element, share of all."""
+    rows = []
+    specs = stream_specs(archive.quantization)
+    stored = {name: tensor_size(spec) for name, spec in specs.items()}
+    total = sum(stored.values())
+    for name, entry in archive.quantization["tensors"].items():
+        parts = (name,) if entry["codec"] == "none" else (f"{name}.codes", f"{name}.scales")
+        size, count = sum(stored[part] for part in parts), _count(entry["shape"])
+        row = {"name": name, "codec": entry["codec"], "shape": entry["shape"], "elements": count, "size_bytes": size}
+        rows.append({**row, "bits": round(8 * size / count, 3), "share": round(size / total, 5)})
+    return rows
+
+
+def sizes(archive: Archive) -> dict[str, Any]:
+    """Bits a weight (scales counted, before compression) without and with the adapter, and the size of the folder."""
+    rows = inventory(archive)
+    linear = [row for row in rows if row["codec"] == "nf4"]
+    adapter_bytes = archive.adapter_document["size_bytes"] if archive.adapter_document else 0
+
+    def bits(some, extra=0):
+        return round(8 * (sum(row["size_bytes"] for row in some) + extra) / sum(row["elements"] for row in some), 3)
+
+    return {
+        "weights": sum(row["elements"] for row in rows),
+        "bits_per_weight_linear": bits(linear),
+        "bits_per_weight_linear_with_adapter": bits(linear, adapter_bytes),
+        "bits_per_weight_all": bits(rows),
+        "bits_per_weight_all_with_adapter": bits(rows, adapter_bytes),
+        "size_bytes": sum(entry["size_bytes"] for entry in archive.files),
+    }
+
+
+def _count(shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def tensor_size(spec: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return _count(spec[1]) * spec[0].itemsize
+
+
+def _report(archive: Archive, out_dir: str | Path) -> dict[str, Any]:
+    files = {entry["path"]: entry["size_bytes"] for entry in archive.files}
+    identity = {"archive_id": archive.archive_id, "base_sha256": archive.base_sha256}
+    return {"path": str(out_dir), **identity, **sizes(archive), "files": files}

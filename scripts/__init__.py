@@ -1,0 +1,1 @@
+"""Steps that people run by hand: python -m scripts.NAME --recipe R."""

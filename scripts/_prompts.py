@@ -1,0 +1,338 @@
+"""What the prompt steps share: where files lie, which step follows which, clean draws, manifests, reruns.
+
+    prepare_selection -> selection, development, final, reserved.json
+    prepare_data -> distill.data, prepare_addon -> distill.addon, extend_data -> expanded.data,
+    make_extra_prompts -> expanded.extra, make_focused -> focused
+
+Each step reads what the steps before it wrote, so that a prompt stands in one file only. A step's key is the sha256 of
+its parameters, inputs and code; it is kept in NAME.manifest.json and a rerun with the same key does nothing.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from drafter.chat import TOKENIZER_FILES, Chat
+from drafter.corpus import (
+    Cleaner,
+    conversation_of,
+    duplicate_key,
+    prompt_row,
+    read_parquet,
+    read_prompts,
+    write_prompts,
+)
+from drafter.provenance import ROOT, canonical_json, read_json, sha256_file, sha256_json, write_json
+from drafter.recipe import CATEGORIES, Corpus, Recipe, Synthetic, load_recipe
+from scripts.download_data import corpus_path, fault_of, wanted_files
+from scripts.families import draw
+
+TRAIN_STEPS = {  # prompt file -> the script that makes it, in the order in which they run
+    "distill.data": "prepare_data",
+    "distill.addon": "prepare_addon",
+    "expanded.data": "extend_data",
+    "expanded.extra": "make_extra_prompts",
+    "focused": "make_focused",
+}
+COMMON_CODE = ("drafter/corpus.py", "scripts/_prompts.py")
+DRAW_ROUNDS = 20  # new draws to make up for prompts that the caps dropped
+
+# ---------------------------------------------------------------------------- command line
+
+
+def run_script(body: Callable[[Recipe, bool], dict], doc: str, argv: list[str] | None) -> int:
+    """Parses --recipe and --dry-run, runs `body(recipe, dry_run)`, prints its result as the last line (JSON).
+
+    ValueError and OSError are the user's to mend: one line on stderr and exit status 1.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, help="a recipe of architecture.json, for example smollm2-quick")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be made; writes nothing, no network")
+    args = parser.parse_args(argv)
+    try:
+        result = body(load_recipe(args.recipe), args.dry_run)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(canonical_json(result).decode())
+    return 0
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def prompts_path(recipe: Recipe, name: str) -> Path:
+    return recipe.cache_dir / "prompts" / f"{name}.jsonl"
+
+
+def manifest_path(recipe: Recipe, name: str) -> Path:
+    return recipe.cache_dir / "prompts" / f"{name}.manifest.json"
+
+
+def reserved_path(recipe: Recipe) -> Path:
+    return recipe.cache_dir / "prompts" / "reserved.json"
+
+
+def tokenizer_files(recipe: Recipe) -> list[Path]:
+    """The files that decide how many tokens a prompt has; ValueError with the command where there are none."""
+    folder = require(recipe.cache_dir / "models" / "teacher", recipe, "download_models")
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+
+
+def require(path: Path, recipe: Recipe, script: str) -> Path:
+    if not path.exists():
+        place = f"data/cache/{path.relative_to(recipe.cache_dir.parent)}"
+        raise ValueError(f"{place} is missing; make it with: python -m scripts.{script} --recipe {recipe.name}")
+    return path
+
+
+def earlier_files(recipe: Recipe, name: str) -> list[Path]:
+    """Prompt files of the train steps before `name`; ValueError with the command where one is missing."""
+    earlier = list(TRAIN_STEPS)[: list(TRAIN_STEPS).index(name)]
+    return [require(prompts_path(recipe, step), recipe, TRAIN_STEPS[step]) for step in earlier]
+
+
+# ---------------------------------------------------------------------------- manifests and reruns
+
+
+class Step:
+    """One output: its key, whether what lies on disk has that key, and the writing of rows and manifest."""
+
+    def __init__(self, recipe: Recipe, name: str, script: str, parameters: dict, inputs: Iterable[Path]) -> None:
+        self.recipe, self.name = recipe, name
+        families = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts/families").glob("*.py"))
+        code = (*COMMON_CODE, f"scripts/{script}.py", *families)
+        base = recipe.cache_dir.parent
+        self.manifest = {
+            "format": 1,
+            "step": script,
+            "recipe": recipe.name,
+            "parameters": parameters,
+            "inputs": {path.relative_to(base).as_posix(): sha256_file(path) for path in inputs},
+            "code": {file: sha256_file(ROOT / file) for file in code},
+        }
+        self.manifest["key"] = sha256_json(self.manifest)
+
+    def current(self) -> dict | None:
+        """The manifest on disk if it has this key and the output still has the bytes that it names."""
+        path, output = manifest_path(self.recipe, self.name), prompts_path(self.recipe, self.name)
+        if not (path.exists() and output.exists()):
+            return None
+        manifest = read_json(path)
+        same = manifest.get("key") == self.manifest["key"] and manifest["output"]["sha256"] == sha256_file(output)
+        return manifest if same else None
+
+    def write(self, rows: Iterable[dict], counters: Callable[[], dict]) -> dict:
+        """Writes the prompt rows, then the manifest (asking `counters` when the last row is out); -> manifest."""
+        categories: Counter[str] = Counter()
+        families: Counter[str] = Counter()
+
+        def counted() -> Iterator[dict]:
+            for row in tqdm(rows, desc=self.name, unit="row", delay=10):
+                categories[row["category"]] += 1
+                families[row["family"]] += 1
+                yield row
+
+        output = prompts_path(self.recipe, self.name)
+        # An interrupted run must leave no manifest that speaks of other bytes.
+        manifest_path(self.recipe, self.name).unlink(missing_ok=True)
+        count = write_prompts(output, counted())
+        manifest = {
+            **self.manifest,
+            "output": {"file": output.name, "sha256": sha256_file(output), "rows": count},
+            "counts": {"category": dict(sorted(categories.items())), "family": dict(sorted(families.items()))},
+            "counters": counters(),
+        }
+        write_json(manifest_path(self.recipe, self.name), manifest)
+        return manifest
+
+
+def report(manifest: dict, up_to_date: bool) -> dict:
+    """Says in one line what a step did; -> what goes into the script's JSON line."""
+    rows, counts = manifest["output"]["rows"], manifest["counts"]["category"]
+    state = "up to date" if up_to_date else "made"
+    shares = ", ".join(f"{category} {count}" for category, count in counts.items()) or "nothing"
+    print(f"{manifest['output']['file']}: {state}, {rows} rows ({shares})")
+    if dropped := manifest["counters"]["dropped"]:
+        print("  dropped: " + ", ".join(f"{reason} {count}" for reason, count in dropped.items()))
+    return {"file": manifest["output"]["file"], "rows": rows, "up_to_date": up_to_date, "category": counts}
+
+
+# ---------------------------------------------------------------------------- clean draws
+
+
+def new_cleaner(recipe: Recipe) -> Cleaner:
+    """A cleaner with the recipe's caps; tokens are counted by the teacher's own tokenizer and template."""
+    folder = recipe.cache_dir / "models" / "teacher"
+    stop_ids = frozenset(recipe.teacher.stop_ids)
+    chat = Chat.load(folder, thinking=recipe.chat.thinking, stop_ids=stop_ids, num_ids=recipe.teacher.num_ids)
+    return Cleaner(
+        history=recipe.history,
+        max_chars=recipe.caps.max_chars,
+        max_tokens=recipe.caps.max_prompt_tokens,
+        count_tokens=lambda messages: len(chat.render(messages)),
+    )
+
+
+def equal_parts(total: int, parts: int) -> list[int]:
+    """`total` in `parts` whole numbers that differ by one at most: 22 in 7 -> 4 3 3 3 3 3 3."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def draw_rows(
+    cleaner: Cleaner,
+    category: str,
+    count: int,
+    seed: int,
+    split: str,
+    *,
+    allow: Callable[[object, int], bool],
+    exclude_ids: set[str],
+) -> list[dict]:
+    """`count` clean synthetic prompt rows of a category; adds their ids to `exclude_ids`.
+
+    A prompt over the token cap is counted and replaced by a further draw, so that the categories stay equal.
+    """
+    rows: list[dict] = []
+    for attempt in range(DRAW_ROUNDS):
+        if len(rows) == count:
+            break
+        for row in draw(category, count - len(rows), seed + 100_003 * attempt, allow=allow, exclude_ids=exclude_ids):
+            exclude_ids.add(row["id"])
+            messages = cleaner(row["messages"])
+            if messages is not None:
+                labels = {key: row[key] for key in ("source", "category", "family")}
+                rows.append(prompt_row(messages, **labels, split=split))
+    if len(rows) < count:
+        raise ValueError(
+            f"only {len(rows)} of {count} {category} prompts pass the caps ({cleaner.max_chars} characters, "
+            f"{cleaner.max_tokens} tokens); raise caps or ask for fewer. Dropped: {dict(cleaner.counters.dropped)}"
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------- reserved prompts
+
+
+class Reserved:
+    """reserved.json: what `prepare_selection` has set aside before any train prompt is drawn."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.path = require(reserved_path(recipe), recipe, "prepare_selection")
+        document = read_json(self.path)
+        if document["splits"] != recipe.splits.model_dump(mode="json"):
+            raise ValueError(
+                f"{self.path.name} was made for other splits than the recipe now declares; make it anew with: "
+                f"python -m scripts.prepare_selection --recipe {recipe.name}"
+            )
+        self.skeletons = frozenset(document["skeletons"])
+        self.families = frozenset(document["families"])
+        self.ids = {row_id for ids in document["ids"].values() for row_id in ids}
+        self.duplicate_keys = {bytes.fromhex(key) for key in document["duplicate_keys"]}
+
+    def allows(self, family: object, skeleton: int) -> bool:
+        """Whether a train step may draw from this skeleton."""
+        return family.name not in self.families and skeleton_name(family, skeleton) not in self.skeletons
+
+
+def skeleton_name(family: object, skeleton: int) -> str:
+    return f"{family.name}/{skeleton:02d}"
+
+
+# ---------------------------------------------------------------------------- a train step
+
+
+def _corpus_rows(recipe: Recipe, corpus: Corpus, cleaner: Cleaner) -> Iterator[dict]:
+    """Prompt rows of one corpus, at most `max_rows`, streamed file by file."""
+    made = 0
+    for name in corpus.files:
+        subset = Path(name).parts[-2] if len(Path(name).parts) > 1 else "data"
+        family = f"{corpus.repo.rpartition('/')[2]}/{subset}"
+        for record in read_parquet(corpus_path(recipe, corpus, name), list(corpus.columns.values())):
+            messages = cleaner(conversation_of(record, corpus.columns))
+            if messages is None:
+                continue
+            yield prompt_row(messages, source=corpus.repo, category=corpus.category, family=family, split="train")
+            made += 1
+            if made == corpus.max_rows:
+                return
+
+
+def _corpora(recipe: Recipe, role: str) -> list[Corpus]:
+    return [corpus for corpus in recipe.corpora if corpus.role == role]
+
+
+def _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids) -> Iterator[dict]:
+    for corpus in corpora:
+        yield from _corpus_rows(recipe, corpus, cleaner)
+    for entry in synthetic:
+        rows = draw_rows(
+            cleaner, entry.category, entry.count, entry.seed, "train", allow=reserved.allows, exclude_ids=exclude_ids
+        )
+        assert all(row["family"] not in reserved.skeletons for row in rows), "a reserved skeleton was drawn"
+        yield from rows
+
+
+def _verified_files(recipe: Recipe, corpora: list[Corpus]) -> list[Path]:
+    """Local paths of the corpora's files, each with the sha256 that is pinned or locked; ValueError otherwise."""
+    for corpus in corpora:
+        if corpus.category not in CATEGORIES:
+            raise ValueError(f"corpora: {corpus.repo} needs `category`, one of {', '.join(CATEGORIES)}")
+    files = wanted_files(recipe, corpora)
+    for file in files:
+        if fault := fault_of(file):
+            raise ValueError(f"{file.label}: {fault}; run: python -m scripts.download_data --recipe {recipe.name}")
+    return [file.path for file in files]
+
+
+def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> dict:
+    """--dry-run: what the step would make. Corpus rows are unknown before the files are read: null."""
+    corpora = [
+        {"repo": corpus.repo, "files": len(corpus.files), "max_rows": corpus.max_rows}
+        for corpus in _corpora(recipe, name)
+    ]
+    rows, categories = sum(entry.count for entry in synthetic), len({entry.category for entry in synthetic})
+    parts = [f"{rows} synthetic prompts in {categories} categories"]
+    parts += [f"{corpus['repo']}: {corpus['files']} file(s), {corpus['max_rows'] or 'all'} rows" for corpus in corpora]
+    print(f"{name}.jsonl: {'; '.join(parts)}")
+    summary = {"step": TRAIN_STEPS[name], "recipe": recipe.name, "dry_run": True}
+    return {**summary, "synthetic_rows": rows, "corpora": corpora}
+
+
+def train_step(recipe: Recipe, name: str, dry_run: bool) -> dict:
+    """Makes prompts/NAME.jsonl from the corpora of role NAME and the recipe's synthetic entries of its script."""
+    script = TRAIN_STEPS[name]
+    synthetic = tuple(entry for entry in recipe.synthetic if entry.step == script)
+    if dry_run:
+        return _expected(recipe, name, synthetic)
+
+    reserved, earlier = Reserved(recipe), earlier_files(recipe, name)
+    corpora = _corpora(recipe, name)
+    if not (corpora or synthetic):
+        print(f"{name}.jsonl: the recipe {recipe.name} declares nothing for this step; the file is empty")
+    parameters = {
+        "corpora": [corpus.model_dump(mode="json") for corpus in corpora],
+        "synthetic": [entry.model_dump(mode="json") for entry in synthetic],
+        "caps": recipe.caps.model_dump(mode="json"),
+        "history": recipe.history,
+        "thinking": recipe.chat.thinking,
+    }
+    inputs = [reserved.path, *earlier, *tokenizer_files(recipe), *_verified_files(recipe, corpora)]
+    step = Step(recipe, name, script, parameters, inputs)
+    if manifest := step.current():
+        return {"step": script, "recipe": recipe.name, **report(manifest, True)}
+
+    cleaner = new_cleaner(recipe)
+    exclude_ids = set(reserved.ids)
+    cleaner.seen |= reserved.duplicate_keys
+    for path in earlier:
+        for row in read_prompts(path):
+            exclude_ids.add(row["id"])
+            cleaner.seen.add(duplicate_key(row["messages"]))
+    rows = _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids)
+    manifest = step.write(rows, cleaner.counters.as_dict)
+    return {"step": script, "recipe": recipe.name, **report(manifest, False)}

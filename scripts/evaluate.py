@@ -1,0 +1,321 @@
+"""Measures drafters against the teacher's stored answers: agreement, tau at k = 4, 8, 16, curves, intervals.
+
+    python -m scripts.evaluate --recipe smollm2-quick prompt_lookup untrained runs/smollm2-quick/distill model
+    python -m scripts.evaluate --recipe smollm2-quick --split selection packed_qat=runs/smollm2-quick/packed_qat
+    python -m scripts.evaluate --recipe smollm2-quick --prompts my_prompts.jsonl model       # any file of your own
+    python -m scripts.evaluate --recipe smollm2-quick --replay 64 model                      # with real drafts too
+
+A TARGET is a checkpoint folder (config.json, model.safetensors), a packed model (manifest.json), `untrained` (the
+pruned student), `prompt_lookup`, or NAME=PATH to name the stage. All share one process, and the rows are read once.
+
+Needs the teacher's answers (scripts.generate_teacher), or, for --prompts, the teacher itself: its answers are then
+made once and kept. Prints a table, then one JSON line (a result file); writes it to runs/RECIPE/evaluation.json.
+Takes about a minute a stage for 500 rows of the embedded recipe on two cores.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from tqdm import tqdm
+
+from drafter import acceptance, results
+from drafter.answers import answered_file
+from drafter.decoding import greedy_decode, load_causal_lm
+from drafter.engine import DraftEngine, DraftRequest
+from drafter.provenance import relative, write_json
+from drafter.recipe import Recipe, RunDocument, load_recipe
+from drafter.scoring import StageResult, evaluate_prompt_lookup, replay_parity, score_model, summarise
+from drafter.teacher_data import TeacherRow, read_shards, shard_paths
+from model_io import load_model
+
+SPLITS = ("development", "selection")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Whose training time a packed stage shows; the others have their phase's own name, or were not trained at all.
+PHASE_OF = {"packed": "adapter", "packed_qat": "qat"}
+UNTRAINED = ("untrained", "packed_ptq")
+
+# ---------------------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    stage: str
+    kind: str  # prompt_lookup | checkpoint | packed
+    path: Path | None = None
+
+
+def parse_target(text: str, recipe: Recipe) -> Target:
+    """A TARGET of the command line. ValueError says what the folder lacks and which command makes it."""
+    name, equals, given = text.rpartition("=")
+    if text == "prompt_lookup":
+        return Target(text, "prompt_lookup")
+    path = recipe.run_dir / "student" if given == "untrained" else Path(given)
+    stage = name if equals else "untrained" if path.name == "student" else path.resolve().name
+    if (path / "manifest.json").exists():
+        return Target(stage if equals else "packed", "packed", path)
+    if (path / "config.json").exists() and (path / "model.safetensors").exists():
+        return Target(stage, "checkpoint", path)
+    if (path / "adapter.safetensors").exists():
+        raise ValueError(
+            f"{relative(path)} holds an adapter, which alone is no drafter: pack it with its base "
+            f"(python -m scripts.pack_model --recipe {recipe.name}) and evaluate the packed folder"
+        )
+    maker = "prune_layers" if given == "untrained" else "pack_model (a packed model) or train.py (a checkpoint)"
+    raise ValueError(f"{relative(path)} is neither a checkpoint nor a packed model; made by {maker}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A target ready to score; `draft_batch` makes real drafts of at most k ids for a list of prefixes."""
+
+    model: Any
+    num_ids: int
+    draft_batch: Callable[[list[list[int]], int], list[list[int]]]
+
+
+def open_target(target: Target, recipe: Recipe, dtype: torch.dtype) -> Opened:
+    """Loads through the loader and the engine that the server uses; checkpoints through the plain decode loop."""
+    stop_ids, num_ids = recipe.base.stop_ids, recipe.base.num_ids
+    if target.kind == "packed":
+        loaded = load_model(target.path, form="merged", dtype=dtype)
+        if loaded.num_ids != num_ids or set(loaded.stop_ids) != set(stop_ids):
+            raise ValueError(f"{relative(target.path)} was packed for other ids than recipe {recipe.name!r} has")
+        engine = DraftEngine(loaded)
+
+        def by_engine(prefixes: list[list[int]], k: int) -> list[list[int]]:
+            return [draft.tokens for draft in engine.draft([DraftRequest(prefix, k) for prefix in prefixes])]
+
+        return Opened(loaded.model, num_ids, by_engine)
+    model = load_causal_lm(target.path, dtype, stop_ids=stop_ids)
+
+    def by_loop(prefixes: list[list[int]], k: int) -> list[list[int]]:
+        return [row.tokens for row in greedy_decode(model, prefixes, k, stop_ids=stop_ids, num_ids=num_ids)]
+
+    return Opened(model, num_ids, by_loop)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def split_rows(recipe: Recipe, split: str) -> list[TeacherRow]:
+    """The teacher's answers of a reserved split; ValueError names the command that makes them."""
+    paths = shard_paths(recipe.cache_dir / "teacher", split)
+    if not paths:
+        raise ValueError(
+            f"no answers of the teacher for {split} rows in data/cache/{recipe.name}/teacher; run "
+            f"`python -m scripts.generate_teacher --recipe {recipe.name}` first"
+        )
+    return read_shards(paths)
+
+
+def train_families(recipe: Recipe) -> frozenset[str]:
+    """The FAMILY/SKELETON names that occur in training rows: reads two columns, never the answers."""
+    names: set[str] = set()
+    for path in sorted((recipe.cache_dir / "teacher").glob("*.parquet")):
+        table = pq.read_table(path, columns=["family", "split"])
+        pairs = zip(table["family"].to_pylist(), table["split"].to_pylist(), strict=True)
+        names.update(family for family, split in pairs if split == "train")
+    return frozenset(names)
+
+
+def thin_out(rows: Sequence[TeacherRow], limit: int | None) -> list[TeacherRow]:
+    """`limit` rows evenly spaced over the file, which is ordered by category: the first ones would all be chats."""
+    if limit is None or limit >= len(rows):
+        return list(rows)
+    return [rows[at * len(rows) // limit] for at in range(limit)]
+
+
+# ---------------------------------------------------------------------------- stages
+
+
+def training_seconds(recipe: Recipe, stage: str) -> float | None:
+    """Seconds of the phase that made a stage, from the run's phase_log; 0 where nothing was trained, None unknown."""
+    if stage in UNTRAINED:
+        return 0.0
+    path = recipe.run_dir / "architecture.json"
+    entry = RunDocument.read(path).finished(PHASE_OF.get(stage, stage)) if path.exists() else None
+    return None if entry is None else entry.get("seconds")
+
+
+def evaluate_target(
+    target: Target,
+    rows: Sequence[TeacherRow],
+    recipe: Recipe,
+    *,
+    families: frozenset[str],
+    dtype: torch.dtype = torch.bfloat16,
+    replay: int = 0,
+) -> StageResult:
+    """One stage on the rows; with `replay`, its record holds the parity of that many rows with real drafts."""
+    evaluation = recipe.evaluation
+    summary = {
+        "ks": evaluation.draft_lengths,
+        "train_families": families,
+        "resamples": evaluation.bootstrap_resamples,
+    }
+    if target.kind == "prompt_lookup":
+        result = evaluate_prompt_lookup(rows, **summary)
+        result.record["replay"] = None
+        return result
+    opened = open_target(target, recipe, dtype)
+    with tqdm(total=len(rows), desc=target.stage, unit="row", mininterval=1, delay=5) as bar:
+        scores = score_model(
+            opened.model,
+            rows,
+            num_ids=opened.num_ids,
+            batch_tokens=evaluation.batch_tokens,
+            with_gaps=replay > 0,
+            progress=bar.update,
+        )
+    result = summarise(
+        target.stage,
+        rows,
+        scores,
+        layers=opened.model.config.num_hidden_layers,
+        seconds=training_seconds(recipe, target.stage),
+        **summary,
+    )
+    result.record["replay"] = None
+    if replay:
+        chosen = thin_out(range(len(rows)), replay)
+        k = max(evaluation.draft_lengths)
+        result.record["replay"] = replay_parity(
+            [rows[at] for at in chosen],
+            [scores[at] for at in chosen],
+            k,
+            lambda prefixes: opened.draft_batch(prefixes, k),
+        )
+    return result
+
+
+def evaluate_targets(
+    targets: Sequence[Target], rows: Sequence[TeacherRow], recipe: Recipe, **options: Any
+) -> list[dict[str, Any]]:
+    """Records of all stages, each with its gain over the stage before it, paired on the same prompts."""
+    near_ties = acceptance.near_tie_share([row.top2_gaps for row in rows])
+    records, before = [], None
+    for target in targets:
+        result = evaluate_target(target, rows, recipe, **options)
+        top = max(recipe.evaluation.draft_lengths)
+        ours = (result.counts[top].emitted, result.counts[top].rounds)
+        gain = None
+        if before is not None:
+            resamples = recipe.evaluation.bootstrap_resamples
+            found = acceptance.paired_difference(ours, before[1], resamples=resamples)
+            if found is not None:
+                difference, interval = found
+                gain = {"over": before[0], "tau": round(difference, 4), "interval": [round(x, 4) for x in interval]}
+        result.record["gain"] = gain
+        result.record["near_tie_share"] = None if near_ties is None else round(near_ties, 4)
+        records.append(result.record)
+        before = (target.stage, ours)
+    return records
+
+
+# ---------------------------------------------------------------------------- output
+
+
+def print_tables(records: Sequence[dict[str, Any]]) -> None:
+    print(results.markdown_table(records))
+    categories = {name: f"by_category.{name}" for name in records[0]["by_category"]}
+    print("\nτ@16 by category\n" + results.markdown_table(records, {"stage": "stage", **categories}))
+    first = records[0]
+    share = first["near_tie_share"]
+    print(f"\n{first['rows']} rows, {first['tokens']} answer tokens", end="")
+    print("" if share is None else f", near-ties of the teacher {100 * share:.2f} %")
+    for record in records:
+        if parity := record["replay"]:
+            print(
+                f"replay of {parity['rows']} rows, {record['stage']}: tau {parity['tau_replay']} against "
+                f"{parity['tau_bits']} by teacher forcing; {parity['equal']} rows equal, {parity['near_tie']} equal "
+                f"up to near-ties, {parity['different']} different"
+            )
+
+
+def plan(targets: Sequence[Target], rows: Sequence[TeacherRow] | None) -> dict[str, Any]:
+    """What a run would do. Memory and time are not guessed for models that it does not open."""
+    tokens = None if rows is None else sum(len(row.prompt_ids) + len(row.continuation_ids) for row in rows)
+    # Measured: about 4,000 tokens a second through a student of 60 M parameters, head included, on two cores.
+    return {
+        "targets": [{"stage": target.stage, "kind": target.kind} for target in targets],
+        "rows": None if rows is None else len(rows),
+        "tokens": tokens,
+        "seconds_on_2_cores": None if tokens is None else round(tokens / 4000 * len(targets)),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("targets", nargs="+", metavar="TARGET", help="a folder, `untrained`, `prompt_lookup`, or NAME=PATH")
+    add("--recipe", required=True, help="a recipe of architecture.json, for example smollm2-quick")
+    add("--split", choices=SPLITS, default=SPLITS[0], help="decide on selection rows, report development rows")
+    add("--prompts", type=Path, metavar="FILE", help="a JSONL file (messages, turns or prompt) instead of a split")
+    add("--max-rows", type=int, metavar="N", help="an evenly spaced part of the rows, for a quick look")
+    add("--replay", type=int, default=0, metavar="N", help="compare N rows with real drafts; 64 is plenty")
+    add("--dtype", choices=tuple(DTYPES), default="bf16", help="fp32 makes replay exact, several times slower")
+    add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/evaluation.json)")
+    add("--record", metavar="NAME", help="also keep it as data/results/NAME.json and refresh the README")
+    add("--dry-run", action="store_true", help="say what would be scored; opens no model")
+    return made
+
+
+def run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    recipe = load_recipe(args.recipe)
+    for name, value, least in (("--max-rows", args.max_rows, 1), ("--replay", args.replay, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+    targets = [parse_target(text, recipe) for text in args.targets]
+    if len({target.stage for target in targets}) < len(targets):
+        raise ValueError("two targets have the same stage name; tell them apart with NAME=PATH")
+    if args.prompts is not None and args.dry_run:
+        rows = None
+    elif args.prompts is not None:
+        rows = answered_file(args.prompts, recipe)
+    else:
+        rows = split_rows(recipe, args.split)
+    rows = None if rows is None else thin_out(rows, args.max_rows)
+    if args.dry_run:
+        print(json.dumps(plan(targets, rows)))
+        return 0
+    started_s = time.perf_counter()
+    records = evaluate_targets(
+        targets,
+        rows,
+        recipe,
+        families=train_families(recipe),
+        dtype=DTYPES[args.dtype],
+        replay=args.replay,
+    )
+    print_tables(records)
+    print(f"{len(targets)} stages in {time.perf_counter() - started_s:.0f} s")
+    command = ["python", "-m", "scripts.evaluate", *(sys.argv[1:] if argv is None else argv)]
+    document = results.build(args.record or "evaluation", records, command)
+    write_json(args.output or recipe.run_dir / "evaluation.json", document)
+    if args.record:
+        print(f"recorded in {relative(results.record(document))}")
+    print(json.dumps(document, ensure_ascii=False, allow_nan=False))
+    # In fp32 equality is exact, so a row that differs is a fault; in bf16 the width of a product moves more than ties.
+    different = sum(record["replay"]["different"] for record in records if record["replay"])
+    return 1 if different and args.dtype == "fp32" else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return run(args, argv)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,185 @@
+"""The teacher answers every prompt, greedily: prompts/*.jsonl -> teacher/NAME-00000.parquet, ...
+
+    python -m scripts.generate_teacher --recipe smollm2-quick
+    python -m scripts.generate_teacher --recipe smollm2-quick --dry-run
+
+Needs the teacher (download_models) and prompt files (prepare_selection, prepare_data, ...). One process answers
+all pools but `final`, which only validate.py opens. Rows that end leave the batch and waiting ones enter; top-K
+log-probabilities come from the same pass. Rows are saved as they end and a run that was cut off goes on with the
+ids that no shard holds yet. A tail that repeats itself is cut (drafter.teacher_data.loop_start).
+"""
+
+import argparse
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+from drafter.chat import Chat
+from drafter.corpus import read_prompts
+from drafter.provenance import code_hash, read_json, sha256_file, write_json
+from drafter.recipe import Recipe, load_recipe, recipe_names
+from drafter.teacher_data import ShardWriter, TeacherRow, loop_start, read_metadata, read_shards, shard_paths
+
+# The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
+CPU_TOKENS_PER_S = 450
+
+
+def pools(recipe: Recipe) -> list[Path]:
+    """Prompt files to be answered: all that were made, but `final`."""
+    files = sorted((recipe.cache_dir / "prompts").glob("*.jsonl"))
+    return [path for path in files if path.stem != "final"]
+
+
+def shard_metadata(recipe: Recipe, chat: Chat, teacher: Path, device: str) -> dict:
+    """What decides the answers. Shards made with anything else are refused with the difference."""
+    return {
+        "teacher": recipe.teacher.source.model_dump(mode="json"),
+        "tokenizer_sha256": sha256_file(teacher / "tokenizer.json"),
+        "chat": chat.settings,
+        "decoder": "plain",
+        "dtype": recipe.generation.dtype,
+        "batch_size": recipe.generation.batch_size,
+        "max_new_tokens": recipe.generation.max_new_tokens,
+        "device": device.split(":")[0],
+        "code_sha256": code_hash("drafter/decoding.py", "drafter/chat.py"),
+    }
+
+
+def answer(recipe: Recipe, pool: Path, rows: list[dict], model, chat: Chat, metadata: dict, bar) -> dict:
+    """Answer the rows of one pool that no shard holds yet; returns counters of this pool."""
+    from drafter.decoding import greedy_decode
+
+    folder, settings = recipe.cache_dir / "teacher", recipe.generation
+    writer = ShardWriter(folder, pool.stem, settings.top_k, metadata)
+    waiting = [row for row in rows if row["id"] not in writer.done]
+    prompts = [chat.render(row["messages"]) for row in waiting]
+    counts: Counter = Counter()
+
+    def save(decoded) -> None:
+        row, tokens = waiting[decoded.index], decoded.tokens
+        cut = loop_start(tokens) if decoded.finish_reason == "length" else None
+        kept = slice(cut)
+        fields = {name: row[name] for name in ("id", "source", "category", "family", "split")}
+        writer.add(TeacherRow(
+            **fields, prompt_ids=prompts[decoded.index], continuation_ids=tokens[kept],
+            finish_reason=decoded.finish_reason, topk_ids=decoded.topk_ids[kept],
+            topk_logprobs=decoded.topk_logprobs[kept], tail_logprob=decoded.tail_logprob[kept],
+        ))  # fmt: skip
+        counts.update(rows=1, generated_tokens=len(tokens), loops_cut=cut is not None)
+        bar.update(1)
+
+    def count_tokens(step_tokens: int) -> None:
+        counts["step_tokens"] += step_tokens
+        bar.set_postfix_str(f"{pool.stem}, {counts['step_tokens'] / (time.perf_counter() - started_s):.0f} tokens/s")
+
+    started_s = time.perf_counter()
+    greedy_decode(
+        model, prompts, settings.max_new_tokens, stop_ids=chat.stop_ids, num_ids=chat.num_ids,
+        batch_size=settings.batch_size, top_k=settings.top_k, on_finish=save, progress=count_tokens,
+    )  # fmt: skip
+    writer.flush()
+    return {**counts, "elapsed_s": time.perf_counter() - started_s}
+
+
+def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
+    """Counts over all shards on disk, per pool; written to teacher/manifest.json with every shard's sha256."""
+    folder, report = recipe.cache_dir / "teacher", {}
+    for pool in pools(recipe):
+        paths = shard_paths(folder, pool.stem)
+        rows = read_shards(paths) if paths else []
+        lengths = [len(row.continuation_ids) for row in rows]
+        report[pool.stem] = {
+            "rows": len(rows),
+            "prompt_tokens": sum(len(row.prompt_ids) for row in rows),
+            "continuation_tokens": sum(lengths),
+            "stopped_share": round(sum(row.finish_reason == "stop" for row in rows) / max(1, len(rows)), 4),
+            "prompts_sha256": sha256_file(pool),
+            "shards": {path.name: sha256_file(path) for path in paths},
+        }
+    ledger_path = folder / "manifest.json"
+    before = read_json(ledger_path)["cost"] if ledger_path.exists() else {"hours": 0.0, "generated_tokens": 0}
+    cost = {
+        "hours": round(before["hours"] + elapsed_s / 3600, 4),
+        "generated_tokens": before["generated_tokens"] + made["generated_tokens"],
+    }
+    document = {"recipe": recipe.name, "pools": report, "cost": cost}
+    if any(pool["shards"] for pool in report.values()):
+        first = next(path for pool in report for path in shard_paths(folder, pool))
+        document["settings"] = read_metadata(first)
+    write_json(ledger_path, document)
+    return document
+
+
+def generate(recipe: Recipe, device: str = "auto") -> dict:
+    """Answer whatever is not answered yet. ValueError names the step that is missing."""
+    import torch
+    from tqdm import tqdm
+
+    from drafter.decoding import load_causal_lm
+
+    teacher = recipe.cache_dir / "models" / "teacher"
+    if not (teacher / "source.json").exists():
+        raise ValueError(f"no teacher in {teacher}: python -m scripts.download_models --recipe {recipe.name}")
+    prompt_files = pools(recipe)
+    if not prompt_files:
+        raise ValueError(f"no prompts: python -m scripts.prepare_selection --recipe {recipe.name}, then the prepare steps")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = recipe.generation
+    chat = Chat.load(
+        teacher, thinking=recipe.chat.thinking, stop_ids=recipe.teacher.stop_ids, num_ids=recipe.teacher.num_ids
+    )
+    metadata = shard_metadata(recipe, chat, teacher, device)
+    rows = {pool: read_prompts(pool) for pool in prompt_files}
+    several = [row["id"] for pool in rows.values() for row in pool if row.get("history") == "regenerate"]
+    if several:
+        raise ValueError(f"{len(several)} prompts ask for regenerated history, which is not built yet; use first_turn")
+    total = sum(map(len, rows.values()))
+    done = {
+        pool: ShardWriter(recipe.cache_dir / "teacher", pool.stem, settings.top_k, metadata).done for pool in prompt_files
+    }
+    missing = {pool: sum(row["id"] not in done[pool] for row in rows[pool]) for pool in prompt_files}
+    started_s, made = time.perf_counter(), Counter()
+    if any(missing.values()):
+        model = load_causal_lm(teacher, getattr(torch, settings.dtype), device, stop_ids=chat.stop_ids)
+        with tqdm(total=total, initial=total - sum(missing.values()), unit="row", desc="teacher") as bar:
+            for pool in prompt_files:
+                if missing[pool]:
+                    made.update(answer(recipe, pool, rows[pool], model, chat, metadata, bar))
+    report = summary(recipe, time.perf_counter() - started_s, made)
+    return {
+        "rows": total, "made": made["rows"], "generated_tokens": made["generated_tokens"], "loops_cut": made["loops_cut"],
+        "tokens_per_s": round(made["generated_tokens"] / made["elapsed_s"], 1) if made["rows"] else None,
+        "stopped_share": {name: pool["stopped_share"] for name, pool in report["pools"].items()},
+    }  # fmt: skip
+
+
+def estimate(recipe: Recipe) -> dict:
+    """Rows, tokens, memory and time from the declaration and the prompt files that exist; opens no model."""
+    declared = sum(entry.count for entry in recipe.synthetic) + recipe.focused.count
+    declared += recipe.splits.selection + recipe.splits.development
+    rows = sum(len(read_prompts(pool)) for pool in pools(recipe)) or declared
+    tokens_at_most = rows * recipe.generation.max_new_tokens
+    return {
+        "rows": rows,
+        "generated_tokens_at_most": tokens_at_most,
+        "shard_size_bytes_at_most": tokens_at_most * recipe.generation.top_k * 6,
+        "hours_on_2_cores_at_most": round(tokens_at_most / CPU_TOKENS_PER_S / 3600, 2),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
+    parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    parser.add_argument("--dry-run", action="store_true", help="rows, tokens, bytes and hours at most; nothing written")
+    arguments = parser.parse_args(argv)
+    recipe = load_recipe(arguments.recipe)
+    report = estimate(recipe) if arguments.dry_run else generate(recipe, arguments.device)
+    print(json.dumps({"step": "generate_teacher", "recipe": recipe.name, **report}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

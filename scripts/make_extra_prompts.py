@@ -1,0 +1,18 @@
+"""Makes prompts/expanded.extra.jsonl: more authored synthetic prompts, for the expanded phase.
+
+Drawn from the same families with another seed; no prompt of an earlier step is drawn again."""
+
+from drafter.recipe import Recipe
+from scripts._prompts import run_script, train_step
+
+
+def make(recipe: Recipe, dry_run: bool) -> dict:
+    return train_step(recipe, "expanded.extra", dry_run)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_script(make, __doc__, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""The one final check of a frozen archive, on prompts that nothing else has opened.
+
+    python -m scripts.validate --recipe smollm2-quick --model model
+    python -m scripts.validate --recipe smollm2-quick --model model --final my_final.jsonl
+
+Verifies the archive, has the teacher answer the `final` prompts (data/cache/RECIPE/prompts/final.jsonl, or a JSONL file
+of your own), scores the packed model. A number that is looked at twice becomes a number that is chosen, so MODEL/evidence/
+validation.json is written first - that the file was opened, then the result - and only then is the result printed. A second
+run on the same archive is refused; a run that was cut off before its result may be finished, with the same file.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafter.answers import answered_file
+from drafter.provenance import command_line, read_json, relative, run_record, sha256_file, utc_now, write_json
+from drafter.recipe import Recipe, load_recipe
+from model_io import verify
+from scripts.evaluate import Target, evaluate_targets, print_tables, train_families
+
+# ---------------------------------------------------------------------------- evidence
+
+
+def open_evidence(folder: Path, archive_id: str, final_sha256: str, run: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Writes that the final file is being opened for this archive -> (path, record), before anyone reads the file.
+
+    Evidence of another archive that stood here before is kept under its own name. Raises ValueError, naming the
+    evidence file, when this archive has its result, or was begun with another file.
+    """
+    path = folder / "evidence" / "validation.json"
+    for other in sorted(path.parent.glob("validation*.json")):
+        found = read_json(other)
+        if found.get("archive_id") != archive_id:
+            continue
+        if found.get("result") is not None:
+            raise ValueError(
+                f"archive {archive_id[:12]} was validated on {found.get('opened')}: see {relative(other)}. The final "
+                "prompts may be used once per archive; for other numbers use scripts.evaluate on development rows"
+            )
+        if found.get("final_sha256") != final_sha256:
+            raise ValueError(
+                f"{relative(other)} says that archive {archive_id[:12]} was already shown another final file "
+                f"(sha256 {str(found.get('final_sha256'))[:12]}, now {final_sha256[:12]}): finish with that one"
+            )
+    if path.exists() and (before := str(read_json(path).get("archive_id"))) != archive_id:
+        path.rename(path.with_name(f"validation-{before[:16]}.json"))
+    record = {
+        "archive_id": archive_id,
+        "final_sha256": final_sha256,
+        "command": run["command"],
+        "opened": utc_now(),
+        "run": run,
+        "result": None,
+    }
+    write_json(path, record)
+    return path, record
+
+
+# ---------------------------------------------------------------------------- the check
+
+
+def validate(recipe: Recipe, folder: Path, final: Path, argv: Sequence[str]) -> dict[str, Any]:
+    """Opens, answers, scores, writes -> the evidence record. ArchiveError or ValueError before the file is opened."""
+    if not final.exists():
+        raise ValueError(
+            f"no final prompts at {relative(final)}: `python -m scripts.prepare_selection --recipe {recipe.name}` "
+            "makes them, or name your own with --final"
+        )
+    # Everything that can fail without the prompts fails here, while the archive still has its one chance.
+    archive = verify(folder)
+    if not (recipe.cache_dir / "models" / "teacher" / "config.json").exists():
+        raise ValueError(f"no teacher: run `python -m scripts.download_models --recipe {recipe.name}` first")
+    families = train_families(recipe)
+    path, record = open_evidence(folder, archive.archive_id, sha256_file(final), run_record(argv))
+    rows = answered_file(final, recipe)
+    [stage] = evaluate_targets([Target("packed", "packed", folder)], rows, recipe, families=families)
+    record["result"] = {"finished": utc_now(), **stage}
+    write_json(path, record)
+    return record
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--recipe", required=True, help="the recipe that the archive was made with, for example smollm2-quick")
+    add("--model", type=Path, default=Path("model"), metavar="DIR", help="the packed archive")
+    add("--final", type=Path, metavar="FILE", help="prompts (JSONL); default data/cache/RECIPE/prompts/final.jsonl")
+    add("--dry-run", action="store_true", help="verify the archive and say what would be opened; opens nothing")
+    args = parser.parse_args(argv)
+    command = ["python", "-m", "scripts.validate", *(sys.argv[1:] if argv is None else argv)]
+    try:
+        recipe = load_recipe(args.recipe)
+        final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
+        if args.dry_run:
+            plan = {"archive_id": verify(args.model).archive_id, "final": relative(final), "exists": final.exists()}
+            print(json.dumps({**plan, "command": command_line(command)}))
+            return 0
+        record = validate(recipe, args.model, final, command)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_tables([record["result"]])
+    print(f"kept in {relative(args.model / 'evidence' / 'validation.json')}")
+    print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
