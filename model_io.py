@@ -21,7 +21,6 @@ Legend: R rows and D columns of a matrix.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import lzma
 import os
@@ -32,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -53,6 +51,16 @@ from drafter.archive import (
     stream_specs,
 )
 from drafter.chat import TOKENIZER_FILES, Chat
+from drafter.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    check_names,
+    check_weights,
+    codecs_of,
+    meta_model,
+    refuse_teacher,
+    ties_of,
+)
 from drafter.provenance import canonical_json, sha256_bytes, sha256_file
 from drafter.streams import (
     DTYPE_NAMES,
@@ -64,57 +72,10 @@ from drafter.streams import (
     write_zstd,
 )
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 
 def verify(folder: str | Path) -> Archive:
     """Checks an archive whole, without building a model. Raises ArchiveError; returns it without its weights."""
     return dataclasses.replace(read_archive(folder), tensors={}, adapter=None)
-
-
-# ---------------------------------------------------------------------------- models and checkpoints
-
-
-def meta_model(config: Mapping[str, Any]) -> nn.Module:
-    """The transformers model of a config, weights on the meta device: names and shapes, no memory."""
-    # Two families, by name: an Auto class would also build models that run code of the folder's or reach a hub.
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    families = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    if config.get("model_type") not in families:
-        raise ContentError("config.json", "model_type", " or ".join(families), repr(config.get("model_type"))[:80])
-    config_class, model_class = families[config["model_type"]]
-    try:
-        with torch.device("meta"):
-            model = model_class(config_class(**{key: value for key, value in config.items() if key != "model_type"}))
-        # rotary tables are buffers that no checkpoint holds: computed anew, off the meta device
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    except Exception as error:  # whatever transformers makes of a wrong value
-        raise ContentError("config.json", f"no model can be built ({type(error).__name__}: {error})"[:300]) from None
-    return model.eval()
-
-
-class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a plain checkpoint folder (one safetensors file or several), each read when it is asked for."""
-
-    def __init__(self, folder: str | Path):
-        paths = sorted(Path(folder).glob("model*.safetensors"))
-        if not paths:
-            raise ValueError(f"{folder} holds no model*.safetensors: is the phase that makes it finished?")
-        self._where = {name: file for file in (safe_open(path, "pt") for path in paths) for name in file.keys()}  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._where[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor."""
-        return tuple(self._where[name].get_slice(name).get_shape())
 
 
 # ---------------------------------------------------------------------------- load
@@ -161,7 +122,7 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     archive = read_archive(folder)
     model = meta_model(archive.config)
-    _check_names(model, archive.quantization)
+    check_names(model, archive.quantization)
     if form == "merged":
         _fill_merged(model, archive, dtype)
     else:
@@ -201,7 +162,7 @@ def load_base(folder: str | Path, dtype: torch.dtype | str = torch.bfloat16) -> 
 
 def _info(archive: Archive) -> dict[str, Any]:
     """What /info tells about the model; plain JSON values."""
-    kept = ("phase", "steps", "tokens", "seconds", "tau_before", "tau_after")
+    kept = ("phase", "steps", "tokens", "elapsed_s", "selection_after", "checkpoint_sha256")
     log = [{key: entry[key] for key in kept if key in entry} for entry in archive.architecture["phase_log"]]
     return {
         "recipe": archive.architecture["recipe_name"],
@@ -213,31 +174,6 @@ def _info(archive: Archive) -> dict[str, Any]:
         **sizes(archive),
         "phase_log": log,
     }
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    return {HEAD: EMBEDDING} if model.config.tie_word_embeddings else {}
-
-
-def _check_names(model: nn.Module, quantization: Mapping[str, Any]) -> None:
-    """The stored tensors are those of the model, each with its shape and the codec of its place."""
-    ties, expected = _ties(model), {}
-    codecs = _codecs(model)
-    for name, tensor in model.state_dict().items():
-        if name not in ties:
-            expected[name] = (codecs.get(name, "none"), list(tensor.shape))
-    found = {name: (entry["codec"], entry["shape"]) for name, entry in quantization["tensors"].items()}
-    if quantization["ties"] != ties:
-        raise ContentError("quantization.json", "ties", ties, repr(quantization["ties"])[:80])
-    for name in expected.keys() | found.keys():
-        if expected.get(name) != found.get(name):
-            raise ContentError("quantization.json", f"tensor {name}", expected.get(name), found.get(name))
-
-
-def _codecs(model: nn.Module) -> dict[str, str]:
-    """{tensor name: "nf4" | "int8"}: linear layers of the blocks, embedding and head; all else stays as it is."""
-    tables = {EMBEDDING: "int8"} if HEAD in _ties(model) else {EMBEDDING: "int8", HEAD: "int8"}
-    return {**tables, **{f"{name}.weight": "nf4" for name in linear_names(model)}}
 
 
 def decoded(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, Any]) -> Tensor:
@@ -326,32 +262,18 @@ def pack_base(
     generation = check_generation({"format": FORMAT, **generation})
     model = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ties, codecs = _ties(model), _codecs(model)
-    _check_weights(weights, shapes, ties)
+    ties, codecs = ties_of(model), codecs_of(model)
+    check_weights(weights, shapes, ties)
     linear = [name for name, codec in codecs.items() if codec == "nf4"]
     if teacher_dir is not None:
-        _refuse_teacher(weights, linear, teacher_dir)
+        refuse_teacher(weights, linear, teacher_dir)
     if scales is not None and set(scales) != set(linear):
         differ = sorted(set(scales) ^ set(linear))
         raise ContentError("nf4_scales", "scales must name exactly the linear layers", len(linear), differ[:3])
 
-    found: dict[str, Tensor] = {}
-    entries: dict[str, dict[str, Any]] = {}
-    # bars appear only where a step takes more than ten seconds
-    for name, shape in tqdm(shapes.items(), "scales", delay=10, unit=" tensors"):
-        if name in ties:
-            continue
-        weight, codec = weights[name], codecs.get(name, "none")
-        entries[name] = {"codec": codec, "shape": list(shape)}
-        if codec == "nf4":
-            given = None if scales is None else scales[name]
-            found[name] = q.nf4_scales(weight, moments=(moments or {}).get(name), name=name) if given is None else given
-            q.check_scales(found[name], q.block_count(shape), name)
-        elif codec == "int8":
-            found[name] = q.int8_scales(weight, name)
-        else:
-            q.check_finite(weight, name)
-            entries[name]["dtype"] = DTYPE_NAMES[weight.dtype]
+    entries, found = _choose_scales(
+        weights, {name: shape for name, shape in shapes.items() if name not in ties}, codecs, scales, moments
+    )
     source_dtype = str(weights[linear[0]].dtype).removeprefix("torch.")
     quantization = {"format": FORMAT, "block_size": q.BLOCK, "source_dtype": source_dtype, "ties": ties}
     quantization["tensors"] = entries
@@ -383,6 +305,26 @@ def pack_base(
                 shutil.copyfile(Path(tokenizer_dir) / name, folder / name)
         archive = _finish(folder)
     return {**_report(archive, out_dir), "streams": streams}
+
+
+def _choose_scales(weights, shapes, codecs, given, moments) -> tuple[dict[str, dict], dict[str, Tensor]]:
+    """({name: entry of quantization.json}, {name: bf16 scales of each quantized tensor})."""
+    entries, found = {}, {}
+    # a bar appears only where a step takes more than ten seconds
+    for name, shape in tqdm(shapes.items(), "scales", delay=10, unit=" tensors"):
+        weight, codec = weights[name], codecs.get(name, "none")
+        entries[name] = {"codec": codec, "shape": list(shape)}
+        if codec == "int8":
+            found[name] = q.int8_scales(weight, name)
+        elif codec == "nf4" and given is not None:
+            q.check_scales(given[name], q.block_count(shape), name)
+            found[name] = given[name]
+        elif codec == "nf4":
+            found[name] = q.nf4_scales(weight, moments=(moments or {}).get(name), name=name)
+        else:
+            q.check_finite(weight, name)
+            entries[name]["dtype"] = DTYPE_NAMES[weight.dtype]
+    return entries, found
 
 
 def pack_adapter(
@@ -429,46 +371,6 @@ def _clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_") and key not in drop}
 
 
-def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple], ties: Mapping[str, str]) -> None:
-    """Exactly the tensors of the model; a tied one may be there twice when both are equal, or once."""
-    missing = sorted(set(shapes) - set(ties) - set(weights))
-    if missing or (extra := sorted(set(weights) - set(shapes))):
-        raise ContentError(
-            "model.safetensors", "tensors", "those of config.json", f"without {missing[:3]}" if missing else extra[:3]
-        )
-    for name, source in ties.items():
-        if name in weights and not torch.equal(weights[name], weights[source]):
-            raise ContentError(
-                "model.safetensors", f"{name} is tied to {source} by config.json, but their values differ"
-            )
-    for name, shape in shapes.items():
-        if name in weights:
-            weight = weights[name]
-            if tuple(weight.shape) != shape or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ContentError(
-                    "model.safetensors", name, f"floats {shape}", f"{weight.dtype} {tuple(weight.shape)}"
-                )
-
-
-def _refuse_teacher(weights: Mapping[str, Tensor], linear: list[str], teacher_dir: str | Path) -> None:
-    """ValueError when every linear layer is one of the teacher's, wherever it stood there: nothing was trained.
-
-    A pruned student starts as a copy of some layers, so names say nothing; the hashes of the matrices do.
-    """
-
-    def digest(tensor: Tensor) -> str:
-        return hashlib.sha256(tensor_bytes(tensor.to(torch.bfloat16))).hexdigest()
-
-    teacher = Checkpoint(teacher_dir)
-    shapes = {tuple(weights[name].shape) for name in linear}
-    known = {digest(teacher[name]) for name in teacher if teacher.shape(name) in shapes}
-    if all(digest(weights[name]) in known for name in linear):
-        raise ValueError(
-            f"all {len(linear)} linear layers are the teacher's own tensors: a drafter must not be the teacher. "
-            "Train it first: python train.py --recipe RECIPE --phase all"
-        )
-
-
 def _write_document(path: Path, value: Any) -> None:
     path.write_bytes(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False).encode() + b"\n")
 
@@ -482,7 +384,7 @@ def _finish(folder: Path) -> Archive:
     manifest = {"format": FORMAT, "files": files, "archive_id": sha256_bytes(canonical_json(files))}
     _write_document(folder / "manifest.json", manifest)
     archive = verify(folder)
-    _check_names(meta_model(archive.config), archive.quantization)
+    check_names(meta_model(archive.config), archive.quantization)
     return archive
 
 

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NEAR_TIE_GAP = 0.0625  # top-2 logit gap; half a bf16 step for logits in 8..16, where both orders are "greedy"
+NEAR_TIE_GAP = 0.0625  # top-2 logit gap: one bf16 step for logits in 8..16, so rounding alone may swap the two
 FINISH_REASONS = ("stop", "length")
 
 # ---------------------------------------------------------------------------- one row: rounds

@@ -44,8 +44,8 @@ class DraftEngine:
         self.stop_ids = frozenset(loaded.stop_ids)
         self.example_tokens = loaded.chat.render([{"role": "user", "content": EXAMPLE}])
         self.info = {
+            **loaded.info,
             "archive_id": self.archive_id,
-            "recipe": loaded.info["recipe"],
             "context": self.context,
             "stop_ids": sorted(self.stop_ids),
             "num_ids": self.num_ids,

@@ -134,6 +134,8 @@ def _cell(value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value == 0:
+        return "0"
     if isinstance(value, float):  # 0.771, 4.15, 1,234: three figures that mean something
         return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
     if isinstance(value, int):

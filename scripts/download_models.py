@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from drafter.console import run_command
 from drafter.provenance import ROOT, read_json, sha256_file, sha256_folder, write_json
 from drafter.recipe import HubSource, Model, RandomSource, Recipe, WheelSource, load_recipe, recipe_names
 
@@ -158,10 +159,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument("--dry-run", action="store_true", help="say what would be fetched; no network, nothing written")
     arguments = parser.parse_args(argv)
+    return run_command(lambda: _main(arguments))
+
+
+def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     report = plan(recipe) if arguments.dry_run else fetch_models(recipe)
     print(json.dumps({"step": "download_models", "recipe": recipe.name, **report}))
-    return 0
 
 
 if __name__ == "__main__":

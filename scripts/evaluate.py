@@ -30,7 +30,7 @@ from drafter import acceptance, results
 from drafter.answers import answered_file
 from drafter.decoding import greedy_decode, load_causal_lm
 from drafter.engine import DraftEngine, DraftRequest
-from drafter.provenance import relative, write_json
+from drafter.provenance import relative, sha256_file, write_json
 from drafter.recipe import Recipe, RunDocument, load_recipe
 from drafter.scoring import StageResult, evaluate_prompt_lookup, replay_parity, score_model, summarise
 from drafter.teacher_data import TeacherRow, read_shards, shard_paths
@@ -86,8 +86,10 @@ def open_target(target: Target, recipe: Recipe, dtype: torch.dtype) -> Opened:
     stop_ids, num_ids = recipe.base.stop_ids, recipe.base.num_ids
     if target.kind == "packed":
         loaded = load_model(target.path, form="merged", dtype=dtype)
-        if loaded.num_ids != num_ids or set(loaded.stop_ids) != set(stop_ids):
-            raise ValueError(f"{relative(target.path)} was packed for other ids than recipe {recipe.name!r} has")
+        packed = {"thinking": loaded.chat.thinking, "stop_ids": sorted(loaded.stop_ids), "num_ids": loaded.num_ids}
+        declared = {"thinking": recipe.chat.thinking, "stop_ids": sorted(stop_ids), "num_ids": num_ids}
+        if packed != declared:
+            raise ValueError(f"{relative(target.path)} was packed with {packed}, the recipe says {declared}")
         engine = DraftEngine(loaded)
 
         def by_engine(prefixes: list[list[int]], k: int) -> list[list[int]]:
@@ -116,6 +118,17 @@ def split_rows(recipe: Recipe, split: str) -> list[TeacherRow]:
     return read_shards(paths)
 
 
+def own_rows(path: Path, recipe: Recipe) -> list[TeacherRow]:
+    """Rows of a user's prompts file. ValueError for the recipe's final prompts, under whatever name."""
+    final = recipe.cache_dir / "prompts" / "final.jsonl"
+    if final.exists() and sha256_file(path) == sha256_file(final):
+        raise ValueError(
+            f"{relative(path)} holds the final prompts: only scripts.validate opens them, once per archive"
+        )
+    with tqdm(desc="teacher's answers", unit="tok", mininterval=1, delay=5) as bar:
+        return answered_file(path, recipe, progress=bar.update)
+
+
 def train_families(recipe: Recipe) -> frozenset[str]:
     """The FAMILY/SKELETON names that occur in training rows: reads two columns, never the answers."""
     names: set[str] = set()
@@ -142,7 +155,7 @@ def training_seconds(recipe: Recipe, stage: str) -> float | None:
         return 0.0
     path = recipe.run_dir / "architecture.json"
     entry = RunDocument.read(path).finished(PHASE_OF.get(stage, stage)) if path.exists() else None
-    return None if entry is None else entry.get("seconds")
+    return None if entry is None else entry["elapsed_s"]
 
 
 def evaluate_target(
@@ -279,7 +292,7 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     if args.prompts is not None and args.dry_run:
         rows = None
     elif args.prompts is not None:
-        rows = answered_file(args.prompts, recipe)
+        rows = own_rows(args.prompts, recipe)
     else:
         rows = split_rows(recipe, args.split)
     rows = None if rows is None else thin_out(rows, args.max_rows)

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from drafter.chat import Chat
+from drafter.console import progress_bar, run_command
 from drafter.corpus import read_prompts
 from drafter.provenance import code_hash, read_json, sha256_file, write_json
 from drafter.recipe import Recipe, load_recipe, recipe_names
@@ -71,7 +72,8 @@ def answer(recipe: Recipe, pool: Path, rows: list[dict], model, chat: Chat, meta
 
     def count_tokens(step_tokens: int) -> None:
         counts["step_tokens"] += step_tokens
-        bar.set_postfix_str(f"{pool.stem}, {counts['step_tokens'] / (time.perf_counter() - started_s):.0f} tokens/s")
+        rate = counts["step_tokens"] / (time.perf_counter() - started_s)
+        bar.set_postfix_str(f"{pool.stem}, {rate:.0f} tokens/s", refresh=False)
 
     started_s = time.perf_counter()
     greedy_decode(
@@ -114,8 +116,6 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
 def generate(recipe: Recipe, device: str = "auto") -> dict:
     """Answer whatever is not answered yet. ValueError names the step that is missing."""
     import torch
-    from tqdm import tqdm
-
     from drafter.decoding import load_causal_lm
 
     teacher = recipe.cache_dir / "models" / "teacher"
@@ -143,7 +143,7 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
     started_s, made = time.perf_counter(), Counter()
     if any(missing.values()):
         model = load_causal_lm(teacher, getattr(torch, settings.dtype), device, stop_ids=chat.stop_ids)
-        with tqdm(total=total, initial=total - sum(missing.values()), unit="row", desc="teacher") as bar:
+        with progress_bar(total, "teacher", "row", initial=total - sum(missing.values())) as bar:
             for pool in prompt_files:
                 if missing[pool]:
                     made.update(answer(recipe, pool, rows[pool], model, chat, metadata, bar))
@@ -175,10 +175,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     parser.add_argument("--dry-run", action="store_true", help="rows, tokens, bytes and hours at most; nothing written")
     arguments = parser.parse_args(argv)
+    return run_command(lambda: _main(arguments))
+
+
+def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     report = estimate(recipe) if arguments.dry_run else generate(recipe, arguments.device)
     print(json.dumps({"step": "generate_teacher", "recipe": recipe.name, **report}))
-    return 0
 
 
 if __name__ == "__main__":

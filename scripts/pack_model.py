@@ -39,18 +39,23 @@ def generation_settings(recipe: Recipe) -> dict[str, Any]:
 def pack_phase(
     recipe: Recipe, phase: str, out_dir: Path, *, run_dir: Path | None = None, storage: str | None = None
 ) -> dict[str, Any]:
-    """One phase's checkpoint as an archive without adapter -> report. The scales of `qat` are used as training left them.
+    """One phase's checkpoint as an archive without adapter -> report.
 
-    ValueError when the phase is not finished or the checkpoint is the teacher's own.
+    The scales of `qat` are used as training left them, all other phases are searched anew. ValueError when the phase
+    is not finished or the checkpoint is the teacher's own.
     """
     from safetensors.torch import load_file
 
-    from model_io import Checkpoint, pack_base
+    from drafter.checkpoint import Checkpoint
+    from model_io import pack_base
 
     run_dir = run_dir or recipe.run_dir
     folder, teacher = run_dir / phase, recipe.cache_dir / "models" / "teacher"
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds no checkpoint. Next: python train.py --recipe {recipe.name} --phase {phase}")
+    needed = ("config.json", "nf4_scales.safetensors") if phase == "qat" else ("config.json",)
+    if not all((folder / name).exists() for name in needed):
+        raise ValueError(
+            f"{folder} holds no {' or '.join(needed)}. Next: python train.py --recipe {recipe.name} --phase {phase}"
+        )
     scales = load_file(folder / "nf4_scales.safetensors") if phase == "qat" else None
     return pack_base(
         out_dir,
@@ -63,6 +68,17 @@ def pack_phase(
         storage=storage or recipe.packing.storage,
         teacher_dir=teacher if teacher.exists() else None,
     )
+
+
+def pack_base_of_run(recipe: Recipe) -> Path:
+    """runs/RECIPE/base, made when it is missing or was made from another qat checkpoint than the run has now."""
+    base, run = recipe.run_dir / "base", RunDocument.read(recipe.run_dir / "architecture.json")
+    if (base / "architecture.json").exists():
+        packed = RunDocument.read(base / "architecture.json").finished("qat")
+        if packed is not None and packed == run.finished("qat"):
+            return base
+    print_report(pack_phase(recipe, "qat", base))
+    return base
 
 
 def pack_final(recipe: Recipe, out_dir: Path, *, run_dir: Path | None = None) -> dict[str, Any]:
@@ -110,14 +126,13 @@ def print_inventory(rows: list[dict[str, Any]]) -> None:
     print(f"{'tensor':<52} {'codec':<5} {'shape':>16} {'bits':>7} {'bytes':>13} {'share':>7}")
     for row in rows:
         shape = "x".join(map(str, row["shape"]))
-        print(
-            f"{row['name']:<52} {row['codec']:<5} {shape:>16} {row['bits']:>7} {row['size_bytes']:>13,} {row['share']:>7.2%}"
-        )
+        numbers = f"{row['bits']:>7} {row['size_bytes']:>13,} {row['share']:>7.2%}"
+        print(f"{row['name']:<52} {row['codec']:<5} {shape:>16} {numbers}")
 
 
 def plan(recipe: Recipe, folder: Path, out_dir: Path) -> dict[str, Any]:
     """What packing would read and make, from the headers of the checkpoint alone."""
-    from model_io import Checkpoint
+    from drafter.checkpoint import Checkpoint
 
     found = {"from": str(folder), "to": str(out_dir), "weights": None, "estimated_bytes": None}
     if (folder / "config.json").exists():

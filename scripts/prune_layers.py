@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from drafter.console import run_command
 from drafter.provenance import ROOT, run_record, sha256_file, write_json
 from drafter.recipe import Layers, Recipe, RecipeError, RunDocument, load_recipe, recipe_names
 
@@ -151,6 +152,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument("--dry-run", action="store_true", help="say which rule would choose how many layers; nothing written")
     arguments = parser.parse_args(argv)
+    return run_command(lambda: _main(arguments))
+
+
+def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     if arguments.dry_run:
         report = {"rule": recipe.base.layers.rule, "count": recipe.base.layers.count, "keep": recipe.base.layers.keep}
@@ -158,7 +163,6 @@ def main(argv: list[str] | None = None) -> int:
         report = prune(recipe)
     folder = (recipe.run_dir / "student").relative_to(ROOT).as_posix()
     print(json.dumps({"step": "prune_layers", "recipe": recipe.name, "folder": folder, **report}))
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python -m scripts.validate --recipe smollm2-quick --model model
     python -m scripts.validate --recipe smollm2-quick --model model --final my_final.jsonl
 
-Verifies the archive, has the teacher answer the `final` prompts (data/cache/RECIPE/prompts/final.jsonl, or a JSONL file
-of your own), scores the packed model. A number that is looked at twice becomes a number that is chosen, so MODEL/evidence/
-validation.json is written first - that the file was opened, then the result - and only then is the result printed. A second
-run on the same archive is refused; a run that was cut off before its result may be finished, with the same file.
+Verifies the archive, has the teacher answer the `final` prompts (data/cache/RECIPE/prompts/final.jsonl, or a JSONL
+file of your own), scores the packed model. A number that is looked at twice becomes a number that is chosen: so
+MODEL/evidence/validation.json is written first (that the file was opened, then the result), and only then is the result
+printed. A second run on the same archive is refused; one that was cut off before its result may be finished.
 """
 
 import argparse

@@ -1,14 +1,20 @@
 """Scoring a drafter: the teacher-forced pass against generating by hand, and the script around it."""
 
+import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafter import acceptance, scoring
+from drafter import acceptance, answers, results, scoring
 from drafter.copy_policy import prompt_lookup
+from drafter.provenance import read_json, sha256_file
+from drafter.recipe import load_recipe
+from drafter.teacher_data import ShardWriter, TeacherRow
+from scripts import evaluate, validate
 
 VOCAB, NUM_IDS, STOP = 40, 37, 2  # rows 37..39 of the table are padding
 
@@ -213,3 +219,310 @@ def test_record_of_a_stage(student, rows):
     for name, group in groups.items():
         alone = scoring.evaluate_model(student, group, num_ids=NUM_IDS)
         assert record[name] == pytest.approx(alone.tau[16], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------- result files
+
+
+def flat_document(name="draft", **row):
+    return results.build(name, [{"engine": "ours", "batch": 1, "ms_per_step": 12.345, **row}], ["python", "x.py"])
+
+
+def test_result_file_shape():
+    document = flat_document()
+    assert tuple(document) == ("name", "command", "commit", "date", "machine", "versions", "rows")
+    assert set(document["machine"]) == {"cpu", "cores", "memory_gb", "gpu", "isa"}
+    assert json.loads(json.dumps(document)) == document
+    bad = {**document, "rows": [{"a": 1.0}, {"b": 2.0}, {"a": float("nan")}], "note": ""}
+    del bad["date"]
+    with pytest.raises(ValueError) as fault:
+        results.validate(bad)
+    for part in ("missing date", "unknown note", "rows[1] has other columns", "rows[2].a is not finite"):
+        assert part in str(fault.value)
+    with pytest.raises(ValueError, match="rows must be a non-empty list"):
+        results.validate({**document, "rows": []})
+
+
+def test_markdown_tables(student, rows):
+    table = results.markdown_table(flat_document(p50=None, note="a|b")["rows"]).splitlines()
+    assert table[0] == "| engine | batch | ms_per_step | p50 | note |"
+    assert table[2] == "| ours   |     1 |       12.35 |   – | a\\|b |".replace("12.35", f"{12.345:.2f}")
+    assert len(table) == 3
+    record = scoring.evaluate_model(student, rows, num_ids=NUM_IDS, stage="distill").record
+    lines = results.markdown_table([record, {**record, "stage": "polish"}]).splitlines()
+    assert "τ@16" in lines[0] and lines[2].startswith("| distill |") and len({len(line) for line in lines}) == 1
+
+
+def test_record_refreshes_the_readme(tmp_path):
+    readme = tmp_path / "README.md"
+    tail = "tail <!-- results:other --> <!-- /results:other -->\n"
+    before = f"# x\n<!-- results:draft -->\nold\n<!-- /results:draft -->\n{tail}"
+    readme.write_text(before)
+    document = flat_document()
+    path = results.record(document, results=tmp_path / "results", readme=readme)
+    assert results.read(path) == document
+    text = readme.read_text()
+    assert results.markdown_table(document["rows"]) in text and "old" not in text
+    assert text.startswith("# x\n<!-- results:draft -->\n") and text.endswith(tail)
+    results.record(document, results=tmp_path / "results", readme=readme)
+    assert readme.read_text() == text  # writing the same twice changes nothing
+    with pytest.raises(OSError):
+        results.refresh_readme(readme, tmp_path / "results")  # a table without a file is not left stale
+    with pytest.raises(ValueError, match="once each"):
+        results.replace_block("<!-- results:a --> <!-- results:a --> <!-- /results:a -->", "a", "")
+    path.rename(path.with_name("load.json"))
+    with pytest.raises(ValueError, match="says its name is 'draft'"):
+        results.read(path.with_name("load.json"))
+
+
+# ---------------------------------------------------------------------------- prompts files of a user's own
+
+
+class StubChat:
+    """Each character is one id; a turn is closed by id 1. Enough to see what is rendered when."""
+
+    stop_ids, num_ids, thinking = frozenset({STOP}), NUM_IDS, "off"
+
+    @classmethod
+    def load(cls, folder, **settings):
+        return cls()
+
+    def render(self, messages):
+        return [id_ for turn in messages for id_ in [3 + ord(c) % 30 for c in turn["content"]] + [1]]
+
+    def decode(self, ids):
+        return "".join(chr(ord("a") + i % 26) for i in ids if i != STOP)
+
+
+def write_lines(path, *lines):
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_three_kinds_of_rows(tmp_path, teacher):
+    path = write_lines(
+        tmp_path / "mine.jsonl",
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}], "category": "chat"},
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        "",
+        {"prompt": "one\u2028line", "id": 7},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "not the teacher's"}]},
+    )
+    conversations = answers.read_conversations(path, max_chars=100)
+    assert [one.line for one in conversations] == [1, 2, 4, 5]
+    made = list(
+        answers.answer(
+            conversations, teacher, StubChat(), max_new_tokens=8, max_prompt_tokens=100, top_k=3, batch_size=2
+        )
+    )
+    assert [row.id for row in made] == ["1/1", "2/1", "7/1", "5/1", "2/2"]  # the second turn follows all first ones
+    assert [row.category for row in made] == ["chat", "writing", "user", "user", "writing"]
+    assert {row.family for row in made} == {"mine"}
+    for row in made:
+        assert row.continuation_ids == greedy_by_hand(teacher, row.prompt_ids, 8)[: len(row.continuation_ids)]
+        assert row.topk_ids[:, 0].tolist() == row.continuation_ids
+    chat, first = StubChat(), made[1]
+    said = chat.decode(first.continuation_ids).strip()
+    turns = [("user", "first"), ("assistant", said), ("user", "second")]
+    assert made[4].prompt_ids == chat.render([{"role": role, "content": text} for role, text in turns])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2, \(line\): not JSON"),
+        ("[1]", r"line 2, \(line\): must be a JSON object, not list"),
+        ({"text": "x"}, r"line 2, \(line\): needs exactly one of messages, turns, prompt; has none"),
+        ({"prompt": "x", "turns": ["x"]}, "has turns, prompt"),
+        ({"prompt": 5}, "line 2, prompt: must be text, not int"),
+        ({"prompt": "  "}, "line 2, prompt: blank user"),
+        ({"turns": []}, "line 2, turns: must be a non-empty list"),
+        ({"turns": ["a", None]}, r"line 2, turns\[1\]: must be text, not NoneType"),
+        ({"messages": []}, "line 2, messages: empty conversation"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "line 2, messages: no user turn"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "line 2, messages: content not text"),
+        ({"prompt": "x" * 101}, "line 2, prompt: too many chars .limit 100"),
+        ({"prompt": "x", "category": 3}, "line 2, category: must be text, not int"),
+    ],
+)
+def test_a_bad_row_names_line_and_field(tmp_path, line, message):
+    """Dropping such rows with a counter, as the corpora do, would turn a benchmark into another one."""
+    path = write_lines(tmp_path / "mine.jsonl", {"prompt": "fine"}, line)
+    with pytest.raises(ValueError, match=message):
+        answers.read_conversations(path, max_chars=100)
+
+
+def test_over_long_prompt_and_empty_file(tmp_path, teacher):
+    [one] = answers.read_conversations(write_lines(tmp_path / "a.jsonl", {"prompt": "x" * 30}), max_chars=100)
+    with pytest.raises(ValueError, match="line 1, user turn 1: 31 prompt tokens; the limit is 20"):
+        list(answers.answer([one], teacher, StubChat(), max_new_tokens=4, max_prompt_tokens=20, top_k=2, batch_size=1))
+    with pytest.raises(ValueError, match="holds no prompts"):
+        answers.read_conversations(write_lines(tmp_path / "b.jsonl"), max_chars=100)
+
+
+# ---------------------------------------------------------------------------- the scripts
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch, teacher, student, rows):
+    """A recipe's folders below a temporary root: teacher, two checkpoints, shards of development and training rows."""
+    declared = load_recipe("tiny")
+    monkeypatch.setattr("drafter.recipe.ROOT", tmp_path)
+    ids = {"stop_ids": (STOP,), "num_ids": NUM_IDS}
+    changed = declared.model_copy(
+        update={
+            "teacher": declared.teacher.model_copy(update=ids),
+            "base": declared.base.model_copy(update=ids),
+            "generation": declared.generation.model_copy(update={"max_new_tokens": 20}),
+            "serving": declared.serving.model_copy(update={"context": 100}),
+        }
+    )
+    for module in (evaluate, validate):
+        monkeypatch.setattr(module, "load_recipe", lambda name: changed)
+    monkeypatch.setattr(answers, "Chat", StubChat)
+    teacher.save_pretrained(changed.cache_dir / "models" / "teacher")
+    student.save_pretrained(changed.run_dir / "distill")
+    tiny_model(5).save_pretrained(changed.run_dir / "student")
+    writer = ShardWriter(changed.cache_dir / "teacher", "development", 2, {})
+    for row in rows:
+        writer.add(teacher_row(row))
+    writer.flush()
+    writer = ShardWriter(changed.cache_dir / "teacher", "distill.data", 2, {})
+    writer.add(replace(teacher_row(rows[0]), split="train"))
+    writer.flush()
+    return changed
+
+
+def teacher_row(row):
+    count = len(row.continuation_ids)
+    logprobs = np.tile(np.array([[-0.5, -1.0]], dtype=np.float16), (count, 1))
+    logprobs[0, 1] = -0.5  # one exact tie a row
+    return TeacherRow(
+        **{name: getattr(row, name) for name in ("id", "source", "category", "family", "split")},
+        prompt_ids=row.prompt_ids,
+        continuation_ids=row.continuation_ids,
+        finish_reason=row.finish_reason,
+        topk_ids=np.stack([row.continuation_ids, row.continuation_ids], axis=1),
+        topk_logprobs=logprobs,
+        tail_logprob=np.zeros(count, dtype=np.float32),
+    )
+
+
+class StubLoaded:
+    """What model_io.load_model returns, around a model that was never packed."""
+
+    archive_id, context, stop_ids, num_ids = "a" * 64, 100, frozenset({STOP}), NUM_IDS
+    chat, info = StubChat(), {"recipe": "tiny"}
+
+    def __init__(self, model):
+        self.model = model
+
+
+def last_json(capsys):
+    captured = capsys.readouterr()
+    return json.loads(captured.out.splitlines()[-1]), captured.out
+
+
+def test_evaluate_script(run_folder, student, rows, monkeypatch, capsys, tmp_path):
+    packed = tmp_path / "archive"
+    packed.mkdir()
+    (packed / "manifest.json").write_text("{}")
+    monkeypatch.setattr(evaluate, "load_model", lambda path, form, dtype: StubLoaded(student))
+    targets = ["prompt_lookup", "untrained", str(run_folder.run_dir / "distill"), f"packed={packed}"]
+    assert evaluate.main(["--recipe", "tiny", "--replay", "6", "--dtype", "fp32", *targets]) == 0
+    document, output = last_json(capsys)
+    results.validate(document)
+    records = {record["stage"]: record for record in document["rows"]}
+    assert list(records) == ["prompt_lookup", "untrained", "distill", "packed"]
+    direct = scoring.evaluate_model(student, rows, num_ids=NUM_IDS)
+    for stage in ("distill", "packed"):
+        assert records[stage]["tau"] == direct.record["tau"]
+        assert records[stage]["replay"]["rows"] == records[stage]["replay"]["equal"] == 6
+        assert records[stage]["replay"]["tau_bits"] == records[stage]["replay"]["tau_replay"]
+    assert records["packed"]["gain"] == {"over": "distill", "tau": 0.0, "interval": [0.0, 0.0]}
+    assert records["distill"]["gain"]["tau"] > 0 and records["prompt_lookup"]["replay"] is None
+    # training rows hold the skeleton of rows[0], so a third of the rows is seen; a tie of the teacher in each row
+    assert records["distill"]["seen"] is not None and records["distill"]["new_families"] is not None
+    tokens = sum(len(row.continuation_ids) for row in rows)
+    assert records["distill"]["near_tie_share"] == pytest.approx(len(rows) / tokens, abs=1e-4)
+    assert (records["untrained"]["seconds"], records["distill"]["seconds"]) == (0.0, None)
+    assert "τ@16 by category" in output
+    assert results.read(run_folder.run_dir / "evaluation.json") == document
+
+
+def test_evaluate_a_users_file(run_folder, monkeypatch, capsys, tmp_path):
+    path = write_lines(tmp_path / "bench.jsonl", {"turns": ["abc", "def"]}, {"prompt": "ghi", "category": "math"})
+    target = str(run_folder.run_dir / "distill")
+    assert evaluate.main(["--recipe", "tiny", "--prompts", str(path), target]) == 0
+    [first] = last_json(capsys)[0]["rows"]
+    assert first["rows"] == 3 and set(first["by_category"]) == {"math", "user"}
+    monkeypatch.setattr(answers, "load_causal_lm", None)  # answers are kept: the teacher is not opened again
+    assert evaluate.main(["--recipe", "tiny", "--prompts", str(path), target]) == 0
+    [again] = last_json(capsys)[0]["rows"]
+    assert again["tau"] == first["tau"]
+    final = run_folder.cache_dir / "prompts" / "final.jsonl"
+    final.parent.mkdir()
+    final.write_bytes(path.read_bytes())
+    assert evaluate.main(["--recipe", "tiny", "--prompts", str(path), target]) == 1
+    assert "only scripts.validate opens them" in capsys.readouterr().err
+
+
+def test_evaluate_errors_name_the_fix(run_folder, capsys, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter.safetensors").write_bytes(b"")
+    cases = {
+        str(adapter): "pack it with its base (python -m scripts.pack_model --recipe tiny)",
+        str(tmp_path / "nothing"): "neither a checkpoint nor a packed model",
+    }
+    for target, message in cases.items():
+        assert evaluate.main(["--recipe", "tiny", target]) == 1
+        assert message in capsys.readouterr().err
+    distill = str(run_folder.run_dir / "distill")
+    assert evaluate.main(["--recipe", "tiny", "--split", "selection", distill]) == 1
+    assert "python -m scripts.generate_teacher --recipe tiny" in capsys.readouterr().err
+    assert evaluate.main(["--recipe", "tiny", distill, distill]) == 1
+    assert "NAME=PATH" in capsys.readouterr().err
+    assert evaluate.main(["--recipe", "tiny", "--max-rows", "6", "--dry-run", distill]) == 0
+    assert last_json(capsys)[0]["rows"] == 6
+
+
+def test_validate_opens_the_final_file_once(run_folder, student, monkeypatch, capsys, tmp_path):
+    """Evidence before numbers: the file says "opened" before the first prompt is read, holds the result before it is
+    printed, and ends a second run. A run that died between may be finished, with the same file only."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    archive = SimpleNamespace(archive_id="a" * 64)
+    monkeypatch.setattr(validate, "verify", lambda path: archive)
+    monkeypatch.setattr(evaluate, "load_model", lambda path, form, dtype: StubLoaded(student))
+    final = write_lines(tmp_path / "final.jsonl", {"prompt": "abc"}, {"prompt": "wxyz"})
+    other = write_lines(tmp_path / "other.jsonl", {"prompt": "other"})
+    evidence = folder / "evidence" / "validation.json"
+    command = ["--recipe", "tiny", "--model", str(folder), "--final"]
+    real = validate.answered_file
+
+    def dies(path, recipe):
+        opened = read_json(evidence)
+        assert (opened["archive_id"], opened["final_sha256"]) == ("a" * 64, sha256_file(final))
+        assert opened["result"] is None and "scripts.validate" in opened["command"]
+        raise OSError("power cut")
+
+    assert validate.main([*command, str(final), "--dry-run"]) == 0 and not evidence.exists()
+    capsys.readouterr()
+    monkeypatch.setattr(validate, "answered_file", dies)
+    assert validate.main([*command, str(final)]) == 1
+    assert "power cut" in capsys.readouterr().err
+    monkeypatch.setattr(validate, "answered_file", real)
+    assert validate.main([*command, str(other)]) == 1
+    assert "already shown another final file" in capsys.readouterr().err
+    monkeypatch.setattr(validate, "print_tables", lambda records: print(read_json(evidence)["result"]["stage"]))
+    assert validate.main([*command, str(final)]) == 0
+    record, output = last_json(capsys)
+    assert record == read_json(evidence) and output.startswith("packed\n")
+    assert record["result"]["rows"] == 2 and record["result"]["tau"]["16"] is not None
+    assert validate.main([*command, str(final)]) == 1
+    assert "validation.json" in capsys.readouterr().err
+    archive.archive_id = "b" * 64  # packed anew: its own chance, the old evidence stays
+    assert validate.main([*command, str(final)]) == 0
+    assert read_json(evidence)["archive_id"] == "b" * 64
+    assert read_json(evidence.with_name(f"validation-{'a' * 16}.json")) == record

@@ -1,12 +1,9 @@
-"""POST /draft over a scripted engine: requests, limits, queue, life and end of the process."""
+"""The queue, the worker, and the life and end of the process, with a scripted engine."""
 
 import asyncio
 import contextlib
-import functools
-import http.client
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -16,62 +13,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
+from stub_server import (
+    HANG_S,
+    POST,
+    StubEngine,
+    assert_error,
+    call,
+    expected,
+    metrics_text,
+    running,
+    wait_until,
+)
 
 import server
 from drafter.batching import Batcher, DeadlinePassed
-from drafter.wire import FIELDS, ApiError, HttpProtocol, parse_call
-from server import Server, Settings, create_app
-
-HANG_S = 30  # far beyond what anything here takes; only a hang meets it
-CONTEXT = 64
-NUM_IDS = 1000
-
-
-def expected(tokens, k=16):
-    """What the scripted engine drafts: a function of the tokens alone."""
-    return [(sum(tokens) + 7 * step) % NUM_IDS for step in range(k)]
-
-
-class StubEngine:
-    """Scripted drafts. Id 666 makes its batch fail; `gate` holds every batch back until it is set."""
-
-    archive_id, context, num_ids = "a" * 64, CONTEXT, NUM_IDS
-    example_tokens = (1, 2, 3)
-
-    def __init__(self, delay_s=0.0, gated=False):
-        self.delay_s = delay_s
-        self.info = {"archive_id": self.archive_id, "context": CONTEXT, "num_ids": NUM_IDS}
-        self.batches, self.warmed = [], []
-        self.gate, self.begun = threading.Event(), threading.Event()
-        if not gated:
-            self.gate.set()
-
-    def warm_up(self, batch_size):
-        self.warmed.append(batch_size)
-
-    def draft(self, requests):
-        self.batches.append([request.tokens for request in requests])
-        self.begun.set()
-        assert self.gate.wait(HANG_S)
-        time.sleep(self.delay_s)
-        if any(666 in request.tokens for request in requests):
-            raise RuntimeError("scripted failure")
-        timings = {"prefill_ms": 1.0, "draft_ms": 2.0, "cached_tokens": 0, "batch_size": len(requests)}
-        return [
-            SimpleNamespace(tokens=expected(r.tokens, r.k), finish_reason="length", timings=timings) for r in requests
-        ]
-
-
-def wait_until(condition):
-    end_s = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end_s, "hangs"
-        time.sleep(0.005)
+from server import Settings, create_app
 
 
 @pytest.fixture
@@ -85,223 +43,6 @@ def client(engine):
     with TestClient(app, raise_server_exceptions=False) as client:
         wait_until(lambda: app.state.batcher.state == "ready")
         yield client
-
-
-@contextlib.contextmanager
-def running(engine_loader, **settings):
-    """The real server on a free port of the loopback; gives the port and the batcher."""
-    settings = Settings(**{"max_batch_size": 4, "queue_limit": 64, **settings})
-    app = create_app(engine_loader=engine_loader, settings=settings)
-    config = uvicorn.Config(
-        app, port=0, ws="none", lifespan="on", log_level="error", access_log=False, timeout_graceful_shutdown=1,
-        http=functools.partial(HttpProtocol, head_timeout_s=settings.read_timeout_s),
-    )  # fmt: skip
-    served = Server(config, app.state.batcher, drain_s=1)
-    served.said_ready = True
-    thread = threading.Thread(target=served.run)
-    thread.start()
-    wait_until(lambda: served.started)
-    try:
-        yield served.servers[0].sockets[0].getsockname()[1], app.state.batcher
-    finally:
-        served.should_exit = True
-        served.drain_until_s = 0
-        thread.join(HANG_S)
-        assert not thread.is_alive()
-
-
-def call(port, method="POST", path="/draft", body=None, timeout_s=HANG_S):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-    with contextlib.closing(connection):
-        connection.request(method, path, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        return response.status, json.loads(response.read()), response.headers
-
-
-def assert_error(document, kind=None):
-    assert set(document) == {"error"} and {"type", "message"} <= set(document["error"]) <= {"type", "message", "index"}
-    assert len(json.dumps(document)) < 4096
-    assert kind is None or document["error"]["type"] == kind
-
-
-# ---------------------------------------------------------------------------- requests
-
-
-def test_a_draft_and_its_fields(client):
-    response = client.post("/draft", json={"tokens": [1, 2, 3]})
-    assert response.status_code == 200
-    document = response.json()
-    assert set(document) == {"draft", "finish_reason", "model", "timings"}
-    assert document["draft"] == expected([1, 2, 3]) and document["model"] == "a" * 64
-    assert set(document["timings"]) == {"queue_ms", "prefill_ms", "draft_ms", "cached_tokens", "batch_size"}
-    full = {"tokens": [5], "num_draft_tokens": 3, "session": "s", "accepted": 2, "sources": True}
-    document = client.post("/draft", json=full).json()
-    assert document["draft"] == expected([5], 3) and document["sources"] == ["model"] * 3
-
-
-REFUSED = [
-    '{"tokens":[true]}', '{"tokens":[1.0]}', '{"tokens":[1e2]}', '{"tokens":["5"]}', '{"tokens":[null]}',
-    '{"tokens":[[1]]}', '{"tokens":"12"}', '{"tokens":{"0":1}}', "{}", "[]", '{"tokens":[]}', '{"tokens":null}',
-    '{"tokens":[-1]}', '{"tokens":[1000]}', '{"tokens":[1],"extra":1}', '{"tokens":[1],"num_draft_tokens":0}',
-    '{"tokens":[1],"num_draft_tokens":65}', '{"tokens":[1],"num_draft_tokens":true}', '{"tokens":[1],"session":7}',
-    '{"tokens":[1],"num_draft_tokens":null}', '{"tokens":[1],"accepted":-1}', '{"tokens":[1],"accepted":1.0}',
-    '{"tokens":[1],"session":""}', '{"tokens":[1],"sources":1}', "7", "null", '"x"',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("body", REFUSED)
-def test_srv_1_nothing_is_coerced(client, engine, body):
-    """JSON true became token 1, 1.0 became 1 and "5" became 5 in a server that trusted a plain list of int."""
-    response = client.post("/draft", content=body)
-    assert response.status_code == 422
-    assert_error(response.json())
-    assert engine.batches == []
-    assert client.post("/draft", json={"tokens": [1]}).json()["draft"] == expected([1])
-
-
-def test_the_first_bad_id_is_named(client):
-    error = client.post("/draft", json={"tokens": [1, 2, 1000, "x"]}).json()["error"]
-    assert error["index"] == 2 and "999" in error["message"]
-
-
-BROKEN = {
-    "empty": b"", "cut": b'{"tokens":[1', "nan": b'{"tokens":[NaN]}', "infinity": b'{"tokens":[-Infinity]}',
-    "depth bomb": b"[" * 500_000, "objects": b'{"a":' * 100_000, "twice": b'{"tokens":[1],"tokens":[2]}',
-    "latin-1": b'{"session":"\xe9"}', "utf-16": '{"tokens":[1]}'.encode("utf-16"), "digits": b"9" * 100_000,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_not_json_gets_400(client, name):
-    """A body of 500,000 brackets ends json.loads with RecursionError, which came out as a 500."""
-    response = client.post("/draft", content=BROKEN[name])
-    assert response.status_code == 400
-    assert_error(response.json(), "invalid_json")
-    assert client.post("/draft", json={"tokens": [1]}).status_code == 200
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.integers(0, 1100),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=3), inner),
-    max_leaves=12,
-)
-
-
-@hypothesis.given(VALUES | st.binary(max_size=40), st.booleans())
-@hypothesis.settings(max_examples=300, deadline=None)
-def test_any_body_is_a_checked_call_or_a_typed_error(value, inside):
-    """Every other exception would be a 500."""
-    body = value if isinstance(value, bytes) else json.dumps({"tokens": value} if inside else value).encode()
-    try:
-        asked = parse_call(body, context=CONTEXT, num_ids=NUM_IDS, default_k=16)
-    except ApiError as error:
-        assert error.status in (400, 422)
-        assert_error(error.body)
-    else:
-        assert all(type(token) is int and 0 <= token < NUM_IDS for token in asked.tokens)
-        assert 1 <= len(asked.tokens) <= CONTEXT - asked.k and 1 <= asked.k <= 64
-
-
-def test_srv_3_lengths_are_checked_before_queueing(client, engine):
-    """An empty list of ids once killed an engine and every later request; an over-long one tripped an index check."""
-    before = client.post("/draft", json={"tokens": [3]}).json()["draft"]
-    for tokens, status in (([], 422), ([1] * 48, 200), ([1] * 49, 422), ([1] * 100_000, 422), (["x"] * 100_000, 422)):
-        response = client.post("/draft", json={"tokens": tokens})
-        assert response.status_code == status, len(tokens)
-        if status == 422:
-            assert_error(response.json())
-            assert not tokens or "64" in response.json()["error"]["message"]  # the limit is named
-        assert client.post("/draft", json={"tokens": [3]}).json()["draft"] == before
-    assert client.post("/draft", json={"tokens": [1] * 63, "num_draft_tokens": 1}).status_code == 200
-    assert all(len(tokens) <= 63 for batch in engine.batches for tokens in batch)
-
-
-def test_errors_never_repeat_the_input(client):
-    secret = "hunter2" * 300
-    for body in ({"tokens": [1], secret: 1}, {"tokens": [secret]}, {"tokens": [1], "session": [secret]}, secret):
-        response = client.post("/draft", json=body)
-        assert response.status_code == 422 and "hunter2" not in response.text
-    response = client.get("/" + secret)
-    assert response.status_code == 404 and "hunter2" not in response.text
-    assert_error(response.json(), "not_found")
-
-
-def test_every_other_answer_has_the_same_shape(client):
-    response = client.get("/draft")
-    assert response.status_code == 405 and response.headers["allow"] == "POST"
-    assert_error(response.json(), "method_not_allowed")
-    for path in ("/draft/", "/docs", "/openapi.json"):
-        assert client.post(path).status_code in (404, 405)
-    assert client.get("/health").json() == {"status": "alive"}
-    info = client.get("/info").json()
-    assert info["num_draft_tokens"] == 16 and info["max_draft_tokens"] == 64 and "torch" in info["versions"]
-
-
-def test_metrics_count(client):
-    client.post("/draft", json={"tokens": [1], "session": "s", "accepted": 3})
-    client.post("/draft", json={"tokens": []})
-    text = client.get("/metrics").text
-    for line in (
-        'drafter_requests_total{status="200"} 1.0', 'drafter_requests_total{status="422"} 1.0',
-        "drafter_drafted_tokens_total 16.0", "drafter_accepted_tokens_total 3.0", "drafter_batch_size_count 1.0",
-    ):  # fmt: skip
-        assert line in text
-
-
-# ---------------------------------------------------------------------------- bytes on the wire
-
-
-def send_until_closed(port, head, piece=b"", limit_bytes=0, pause_s=0.0):
-    """Sends `head`, then `piece` again and again until the server ends it; the answer and the bytes sent."""
-    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as connection:
-        sent_bytes = len(head)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(head)
-            while sent_bytes < limit_bytes:
-                connection.sendall(piece)
-                sent_bytes += len(piece)
-                time.sleep(pause_s)
-        answer = b""
-        with contextlib.suppress(ConnectionResetError):
-            while part := connection.recv(65536):  # b"": the server has closed
-                answer += part
-    return answer, sent_bytes
-
-
-POST = b"POST /draft HTTP/1.1\r\nHost: x\r\n"
-
-
-def test_srv_5_the_body_limit_holds_while_bytes_arrive():
-    """A limit read from the length header was passed by chunked transfer, and the whole body sat in memory."""
-    engine = StubEngine()
-    with running(lambda: engine, read_timeout_s=0.5) as (port, batcher):
-        wait_until(lambda: batcher.state == "ready")
-        call(port, body={"tokens": [1]})
-        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-        answer, _ = send_until_closed(port, POST + b"Content-Length: 2097152\r\n\r\n")  # refused unread
-        assert answer.startswith(b"HTTP/1.1 413") and b"1048576" in answer and b"connection: close" in answer.lower()
-
-        chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
-        answer, sent_bytes = send_until_closed(port, POST + b"Transfer-Encoding: chunked\r\n\r\n", chunk, 1 << 28)
-        assert sent_bytes < 1 << 26  # ended long before 256 MiB: limit + what the sockets buffer
-        assert answer.startswith(b"HTTP/1.1 413")
-
-        body = b'{"tokens":[1,2,3]}'  # sent under a header that says less
-        answer, _ = send_until_closed(port, POST + b"Content-Length: 9\r\n\r\n" + body + b"\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 400") and b"HTTP/1.1 200" not in answer
-
-        for head in (POST + b"Content-Length: 100\r\n\r\n" + body[:10], POST):  # stalls in the body, in the head
-            answer, _ = send_until_closed(port, head)
-            assert answer == b"" if head == POST else answer.startswith(b"HTTP/1.1 408")
-
-        answer, _ = send_until_closed(port, b"\x16\x03\x01 not http\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 400") and b'"invalid_http"' in answer
-
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 32 * 1024
-        status, document, _ = call(port, body={"tokens": [1]})
-        assert status == 200 and document["draft"] == expected([1])
-    assert engine.batches == [[[1]], [[1]]]
 
 
 # ---------------------------------------------------------------------------- queue and worker
@@ -543,7 +284,7 @@ def test_a_port_that_is_taken_is_one_sentence(model_dir, capsys):
 SCRIPT = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
-import server, test_server
+import server, stub_server
 server.load_engine = lambda *_: {loader}
 raise SystemExit(server.main(["--model-dir", {model!r}, "--port", "0", "--max-batch-size", "1"]))
 """
@@ -572,7 +313,7 @@ def test_sigterm_while_loading_ends_the_process_at_once(model_dir):
 
 
 def test_sigterm_answers_what_waits_and_exits_0(model_dir):
-    with server_process(model_dir, "test_server.StubEngine(delay_s=0.3)") as process:
+    with server_process(model_dir, "stub_server.StubEngine(delay_s=0.3)") as process:
         _, ready, curl = (process.stdout.readline() for _ in range(3))
         assert ready.startswith("ready: http://127.0.0.1:") and '{"tokens":[1,2,3]}' in curl
         port = int(ready.split()[1].rsplit(":", 1)[1])
@@ -588,10 +329,3 @@ def test_sigterm_answers_what_waits_and_exits_0(model_dir):
                 assert answer.result(HANG_S)[1]["draft"] == expected([i])
         assert process.wait(HANG_S) == 0
         assert process.stderr.read() == ""
-
-
-def metrics_text(port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_S)
-    with contextlib.closing(connection):
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read()

@@ -58,7 +58,9 @@ LIMITS = lines("""
     I start on {day}.
 """)
 # Each feeling comes with an event that can cause it.
-BAD_FEELINGS = commas("nervous, lonely, tired, guilty, worried, confused, annoyed, sad, disappointed, stressed")
+BAD_FEELINGS = commas("""
+nervous, lonely, tired, guilty, worried, confused, annoyed, sad, disappointed, stressed
+""")
 BAD_EVENTS = lines("""
     my best friend is moving to {city}
     my team lost the final
@@ -132,9 +134,9 @@ REASONS = lines("""
     I have to take my {relative} to the doctor
     I got the day wrong
 """)
-PLACES_TO_BUY = commas("""
-a raincoat, running shoes, a desk lamp, a birthday card, a garden hose, a winter coat, a coffee machine, a phone case,
-a tent, a school bag, a frying pan, a bicycle helmet, a pillow, a board game, a wool scarf, headphones
+PRODUCTS = commas("""
+a raincoat, a watch, a desk lamp, a birthday card, a garden hose, a winter coat, a coffee machine, a phone
+case, a tent, a school bag, a frying pan, a bicycle helmet, a pillow, a board game, a wool scarf, a microphone
 """)
 COMPLAINTS = lines("""
     it arrived with a scratch
@@ -149,7 +151,8 @@ COMPLAINTS = lines("""
     I lost the receipt
 """)
 SIGHTS = commas("""
-a museum, a park, a market, a quiet cafe, a bookshop, a viewpoint, a playground, a bakery, a concert hall, a bridge
+a museum, a park, a market, a quiet cafe, a bookshop, a viewpoint, a playground, a bakery, a concert hall, a
+bridge
 """)
 
 
@@ -180,7 +183,8 @@ ADVICE = Family("advice", "chat", (
     "I am {a_job} and I want to {goal}. Name one thing to try this week, in one sentence.",
     "I want to {goal}. {limit} What do you suggest? Two sentences please.",
     "Name three small habits that help someone {goal}, one line each. {limit}",
-    "What is the most common mistake people make when they try to {goal}? One short sentence, I have to tell {a_job}.",
+    "What is the most common mistake people make when they try to {goal}? One short sentence, I have to "
+        "tell {a_job}.",
     "My {relative} always asks me how to {goal}. What should I say? Keep it under 30 words.",
     "quick question: best way to {goal}? {limit} short answer pls",
     "Give me a one-sentence motto for {a_job} who wants to {goal}.",
@@ -189,11 +193,13 @@ ADVICE = Family("advice", "chat", (
 EXPLAIN = Family("explain", "chat", (
     "Explain {concept} to {audience} in two sentences.",
     "What is {concept}? One sentence, as you would say it to {audience}.",
-    "My {relative} asked me about {concept} and I had no answer. What is a simple way to put it in 40 words or fewer?",
+    "My {relative} asked me about {concept} and I had no answer. What is a simple way to put it in 40 words "
+        "or fewer?",
     "Give {audience} one everyday example of {concept}, in one sentence.",
     "Why does {concept} matter to {a_job}? Answer in one or two sentences.",
     "Can you compare {concept} to something in a kitchen? One sentence for {audience}.",
-    "True or false: most people meet {concept} in daily life. Say which, and give one reason {audience} would follow.",
+    "True or false: most people meet {concept} in daily life. Say which, and give one reason {audience} "
+        "would follow.",
     "in plain words, what does {concept} mean? i'm {a_job}, no jargon, keep it short",
 ), slots(concept=CONCEPTS, audience=AUDIENCES, relative=RELATIVES, job=JOBS))
 
@@ -202,7 +208,8 @@ GIFTS = Family("recommend", "chat", (
     "I have ${money} to spend on my {relative}, who enjoys {hobby}. Name one present in at most ten words.",
     "What should I cook for my {relative} on {day}? We both like {food}. Answer with the name of one dish.",
     "Recommend a free activity for someone who likes {hobby} and lives in {city}. One sentence.",
-    "Give me three short ideas for {a_day} evening with my {relative}. We like {hobby}. Use at most five words for each.",
+    "Give me three short ideas for {a_day} evening with my {relative}. We like {hobby}. Use at most five "
+        "words for each.",
     "I am visiting {city} on {day} with my {relative}. What is one thing we should pack? Short answer.",
     "What drink goes well with {food}? My {relative} does not drink alcohol. Answer in a short sentence.",
     "My {relative} wants to start {hobby}. What is the first thing to buy for under ${money}? Just name it.",
@@ -221,21 +228,25 @@ FEELING = Family("feelings", "chat", (
 MESSAGE = Family("messages", "chat", (
     "Write a text message to {name}: I will be {minutes} minutes late for {errand} because {reason}.",
     "Help me cancel {errand} with {name}. The reason is that {reason}. One friendly sentence, no greeting.",
-    "Write a short note to {name} to move {errand} from {day} to another day, in one sentence. Sign it {name2}.",
+    "Write a short note to {name} to move {errand} from {day} to another day, in one sentence. Sign it "
+        "{name2}.",
     "What can I text {name} to thank them for coming to {errand} on {day}? Max 25 words.",
     "Draft a reminder for {name} about {errand} on {day} at {time}. Two sentences at most.",
     "{name} missed {errand} because {reason}. Write a kind one-line reply from {name2}.",
     "I need a very short invitation: {errand}, {day}, {time}. Address it to {name}.",
-    "Please write a voicemail of about 30 words: {name2} calls {name}, {reason}, so {errand} must start at {time}.",
+    "Please write a voicemail of about 30 words: {name2} calls {name}, {reason}, so {errand} must start at "
+        "{time}.",
 ), slots(name=NAMES[:27], name2=NAMES[27:], minutes=number(5, 60, 5), errand=_nested(ERRANDS),
          reason=_nested(REASONS), day=WEEKDAYS, time=clock_time))
 
 DECIDE = Family("decide", "chat", (
     "{first} or {second} for {purpose}? Pick one and give one reason.",
-    "I can't decide between {first} and {second}. It is for {purpose}. What would you choose? Answer in one sentence.",
+    "I can't decide between {first} and {second}. It is for {purpose}. What would you choose? Answer in one "
+        "sentence.",
     "Give one advantage of {first} over {second} for {purpose}, in one sentence.",
     "{name} says {first} is always better than {second}. Give one polite counterargument. (Topic: {purpose})",
-    "Make a two-line comparison of {first} and {second} for {purpose}. Start each line with the name of the option.",
+    "Make a two-line comparison of {first} and {second} for {purpose}. Start each line with the name of the "
+        "option.",
     "For {purpose}, {name} wants {first} and I want {second}. Suggest a fair compromise in one sentence.",
     "What question should I ask myself before I choose {first} or {second} for {purpose}? Just the question.",
 ), _choice)
@@ -257,10 +268,10 @@ SHOP_DESK = Family("shop_desk", "chat", (
     "Hello, I bought {product} on {day} and {complaint}. What can I do? Briefly, please.",
     "Do you have {product} in {color}? I need it by {day}.",
     "My name is {name}. I ordered {product} and {complaint}.",
-    "I'd like to return {product}. {complaint}. Is {day} too late?",
+    "I'd like to return {product} because {complaint}. Is {day} too late?",
     "What are your opening hours on {day}? I want to pick up {product}.",
     "Can you recommend {product} for my {relative}? My budget is ${money}.",
-), slots(product=PLACES_TO_BUY, day=WEEKDAYS, complaint=COMPLAINTS, name=NAMES, relative=RELATIVES,
+), slots(product=PRODUCTS, day=WEEKDAYS, complaint=COMPLAINTS, name=NAMES, relative=RELATIVES,
          money=number(15, 120, 5), color=commas("red, blue, green, black, white, grey, yellow")),
     system="You work at the help desk of a small shop. Reply to the customer in one or two friendly sentences.")
 

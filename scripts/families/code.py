@@ -72,8 +72,8 @@ TABLES = {
 NUMERIC = {"customers": "age", "orders": "total", "products": "price", "employees": "salary", "books": "pages",
            "students": "grade", "flights": "price", "songs": "seconds", "rooms": "price", "tickets": "priority"}
 FILES = commas("""
-notes.txt, access.log, data.csv, report.md, server.log, users.json, config.yaml, todo.txt, errors.log, words.txt,
-sales.csv, main.py, backup.tar.gz, index.html
+notes.txt, access.log, data.csv, report.md, server.log, users.json, config.yaml, todo.txt, errors.log,
+words.txt, sales.csv, main.py, backup.tar.gz, index.html
 """)
 FOLDERS = commas("src, docs, logs, photos, build, backup, data, tests, downloads, tmp, reports, public")
 PATTERNS = tuple(rf"{prefix}{body}" for prefix in ("", "^", r"\b", "id:") for body in (
@@ -177,11 +177,14 @@ def _json(rng: random.Random) -> dict[str, str]:
 FUNCTION = Family("function", "code", (
     "Write a Python function `{fname}({params})` that returns {returns}. {extra} Only the code.",
     "python: function {fname}, takes {params}, returns {returns}. no explanation. {extra}",
-    "Complete this function:\n\ndef {fname}({params}):\n    \"\"\"Return {returns}.\"\"\"\n\n{extra} No comments, please.",
+    "Complete this function:\n\ndef {fname}({params}):\n    \"\"\"Return {returns}.\"\"\"\n\n{extra} No "
+        "comments, please.",
     "I need a one-line Python lambda called {fname} that returns {returns}. {extra}",
     "Describe in two sentences how you would write a function that returns {returns}. {extra} No code.",
-    "Write `{fname}` in JavaScript. It should return {returns}. {extra} Just the function, no text around it.",
-    "Show how to call a Python function `{fname}({params})` that returns {returns} once, and print the result. One or two lines. {extra}",
+    "Write `{fname}` in JavaScript. It should return {returns}. {extra} Just the function, no text around "
+        "it.",
+    "Show how to call a Python function `{fname}({params})` that returns {returns} once, and print the "
+        "result. One or two lines. {extra}",
 ), _function)
 
 EXPLAIN = Family("explain_code", "code", (
@@ -198,9 +201,11 @@ FIX = Family("fix_bug", "code", (
     "Fix this Python code. Show only the corrected code.\n\n```python\n{broken}\n```",
     "I get `{symptom}`. What is wrong in one sentence?\n\n{broken}",
     "{broken}\n\nProblem: {symptom}. Please give the fixed version and nothing else.",
-    "Why does this fail ({symptom})? Explain to {name}, who is new to Python, in at most two sentences.\n\n{broken}",
+    "Why does this fail ({symptom})? Explain to {name}, who is new to Python, in at most two "
+        "sentences.\n\n{broken}",
     "Write a one-line commit message for the fix of this bug: {symptom}\n\n```python\n{broken}\n```",
-    "Which line is wrong here? Quote it and say why in a few words.\n\n{broken}\n\nError seen by {name}: {symptom}",
+    "Which line is wrong here? Quote it and say why in a few words.\n\n{broken}\n\nError seen by {name}: "
+        "{symptom}",
     "help!! \"{symptom}\"\n{broken}\nhow do I fix it? short answer",
 ), _bug)
 
@@ -211,19 +216,25 @@ REVIEW = Family("docs_and_tests", "code", (
     "{function}\n\nSuggest a better name for this function. Answer in at most five words.",
     "What does `{fname}` return for an empty or zero argument? One sentence.\n\n{function}",
     "Write a short comment to put above this function:\n\n{function}",
-    "Rewrite this function without a return on the same line as the calculation: use a variable `result`. Code only.\n\n{function}",
-    "What kind of value does `{fname}` return: text, number, list or truth value? Give one example, perhaps with {value}. Short answer.\n\n{function}",
+    "Rewrite this function without a return on the same line as the calculation: use a variable `result`. "
+        "Code only.\n\n{function}",
+    "What kind of value does `{fname}` return: text, number, list or truth value? Give one example, perhaps "
+        "with {value}. Short answer.\n\n{function}",
 ), _written)
 
 SQL = Family("sql", "code", (
-    "Write an SQL query that selects all rows of `{table}` where {numeric} is greater than {limit}. Query only.",
+    "Write an SQL query that selects all rows of `{table}` where {numeric} is greater than {limit}. Query "
+        "only.",
     "Table {table}({columns}). How many rows have {numeric} = {limit}? Give one SQL statement.",
     "SQL: the {first} and {second} of the {top} rows in {table} with the highest {numeric}. No explanation.",
     "Explain this query in one sentence: SELECT {first}, {second} FROM {table} WHERE {numeric} > {limit};",
-    "Write an UPDATE statement that sets {numeric} to {limit} in {table} where {first} is '{value}'. Only the SQL.",
+    "Write an UPDATE statement that sets {numeric} to {limit} in {table} where {first} is '{value}'. Only "
+        "the SQL.",
     "Delete every row from {table} with {numeric} below {limit}. One SQL line, please.",
-    "What is wrong with this SQL? Answer in one sentence.\n\nSELEC {first} FROM {table} WHERE {numeric} > {limit};",
-    "Which SQL statement gives the average {numeric} of the table {table} for each {first}? One statement, at most {top} rows.",
+    "What is wrong with this SQL? Answer in one sentence.\n\nSELEC {first} FROM {table} WHERE {numeric} > "
+        "{limit};",
+    "Which SQL statement gives the average {numeric} of the table {table} for each {first}? One statement, "
+        "at most {top} rows.",
 ), _sql)
 
 SHELL = Family("shell", "code", (
@@ -233,19 +244,22 @@ SHELL = Family("shell", "code", (
     "Explain in one sentence: grep -n \"{word}\" {folder}/{file}",
     "bash one-liner: copy {file} from {folder} to {folder2}",
     "What does `tail -n {count} {folder}/{file}` do? Answer in one short sentence.",
-    "I want to rename {folder}/{file} so that its name starts with \"{word}_\". Which command do I use? One line only.",
+    "I want to rename {folder}/{file} so that its name starts with \"{word}_\". Which command do I use? One "
+        "line only.",
     "Write the command that deletes all {ext} files in {folder} older than {count} days. Add no explanation.",
 ), slots(file=FILES, count=lambda rng: str(rng.randrange(2, 60)), ext=EXTENSIONS, folder=FOLDERS[:6],
          folder2=FOLDERS[6:], word=commas("error, todo, old, final, warning, draft, new, test, fixme, backup")))
 
 FORMATS = Family("json_and_regex", "code", (
-    "Write a JSON object for a user named {name}, age {age}, with \"{first}\" and \"{second}\" as tags. JSON only.",
+    "Write a JSON object for a user named {name}, age {age}, with \"{first}\" and \"{second}\" as tags. "
+        "JSON only.",
     "Is this valid JSON? Answer yes or no, and say why in one sentence.\n\n{broken}",
     "Correct this JSON and output nothing else:\n{broken}",
     "How do I read the age from this JSON in Python? One or two lines.\n\n{object}",
     "Explain this regular expression to {name} in one short sentence: {pattern}",
     "Convert to a YAML document, no comments:\n{object}",
-    "Give one JSON object for a row of \"{title}\" with the keys \"id\" and \"{first}\". Let the id be {count}. JSON only.",
+    "Give one JSON object for a row of \"{title}\" with the keys \"id\" and \"{first}\". Let the id be "
+        "{count}. JSON only.",
     "Which keys does this object have? List only the names.\n{object}",
 ), _json)
 

@@ -11,27 +11,35 @@ from scripts.families.words import (
 # ------------------------------------------------------------------------------------------------------------- lists
 SUBJECTS = (*NATURE, *HOBBIES, *(a(animal) for animal in ANIMALS), *(a(thing) for thing in OBJECTS), *CITIES, *FOODS)
 KINDS = commas("""
-fruits, vegetables, animals, countries, colors, sports, jobs, tools, drinks, flowers, rivers, musical instruments,
-kitchen items, school subjects, pieces of furniture, clothes, vehicles, birds, trees, board games, spices, insects
+fruits, vegetables, animals, countries, colors, sports, jobs, tools, drinks, flowers, rivers, musical
+instruments, kitchen items, school subjects, pieces of furniture, clothes, vehicles, birds, trees, board
+games, spices, insects
 """)
 PLACES = commas("""
-in a kitchen, at school, on a farm, in an office, at the beach, in a hospital, in a big city, in a garden, at an airport,
-in a toy shop, on a ship, in the mountains, at a birthday party, in a museum, at a market, in a library
+in a kitchen, at school, on a farm, in an office, at the beach, in a hospital, in a big city, in a garden, at
+an airport, in a toy shop, on a ship, in the mountains, at a birthday party, in a museum, at a market, in a
+library
 """)
 LETTERS = tuple("ABCDFGHLMPRST")
-STARTS = commas("Today, Sometimes, Once, Every, Nobody, Imagine, When, Because, Yesterday, Quietly, Finally, Perhaps")
-ENDS = commas("again, forever, tomorrow, together, home, alone, slowly, tonight, in the end, at last, of course, for free")
+STARTS = commas("""
+Today, Sometimes, Once, Every, Nobody, Imagine, When, Because, Yesterday, Quietly, Finally, Perhaps
+""")
+ENDS = commas("""
+again, forever, tomorrow, together, home, alone, slowly, tonight, in the end, at last, of course, for free
+""")
 TONES = commas("cheerful, serious, mysterious, calm, dramatic, funny, sad, proud, dreamy, grumpy")
 AVOID = commas("very, the, and, good, nice, is, like, a, big, it")
 SEPARATORS = commas("commas, semicolons, slashes, dashes, vertical bars")
 SYMBOLS = ("*", "-", ">", "+", "#")
 TEXT_KINDS = commas("""
-sentence, slogan, headline, greeting, warning, riddle, question, promise, piece of advice, compliment, toast, caption
+sentence, slogan, headline, greeting, warning, riddle, question, promise, piece of advice, compliment, toast,
+caption
 """)
 MOMENTS = commas("""
-a rainy {day}, the first day of school, a lost {object}, a trip to {city}, a talking {animal}, a broken {object},
-a surprise from my {relative}, a night in {city}, a day without electricity, a race against {a_animal}, a long queue,
-cooking {food}, a letter from {city}, a new neighbor, {a_animal} in the house, learning {hobby}
+a rainy {day}, the first day of school, a lost {object}, a trip to {city}, a talking {animal}, a broken
+{object}, a surprise from my {relative}, a night in {city}, a day without electricity, a race against
+{a_animal}, a long queue, cooking {food}, a letter from {city}, a new neighbor, {a_animal} in the house,
+learning {hobby}
 """)
 
 _INNER = slots(day=WEEKDAYS, object=OBJECTS, city=CITIES, animal=ANIMALS, relative=RELATIVES, food=FOODS, hobby=HOBBIES)
@@ -65,7 +73,8 @@ LISTS = Family("lists", "constraints", (
     "List {count} {kind} you might see {place}. One per line, no descriptions.",
     "Name {count} {kind}, separated by {separator}. Nothing else.",
     "Give a numbered list of {count} things you find {place}, each of at most three words.",
-    "Write {count} bullet points about {subject}. Start each with \"{symbol}\" and use at most six words each.",
+    "Write {count} bullet points about {subject}. Start each with \"{symbol}\" and use at most six words "
+        "each.",
     "List three {kind} in alphabetical order, then three things found {place}.",
     "Name {count} {kind} that are good for {audience}. Put each in quotation marks, on one line.",
     "Three {kind} and three things {place}: answer as two lines, each starting with a label and a colon.",
@@ -81,7 +90,8 @@ LETTER = Family("letters", "constraints", (
     "Think of a word that starts with {letter} and fits {subject}. Reply with just that word.",
     "Make an alliteration of four words with {letter} about {subject}.",
     "Write a {tone} sentence about {subject} in which the last word ends with \"{end}\".",
-    "Write the words \"{subject}\" in capital letters, then name one of the {kind} that starts with {letter}.",
+    "Write the words \"{subject}\" in capital letters, then name one of the {kind} that starts with "
+        "{letter}.",
 ), slots(kind=KINDS, letter=LETTERS, subject=SUBJECTS, tone=TONES, avoid=tuple("bcfjkqvxz"), end=tuple("sdtyenr")))
 
 INCLUDE = Family("use_these_words", "constraints", (
@@ -90,7 +100,8 @@ INCLUDE = Family("use_these_words", "constraints", (
     "Write a {tone} {kind} that mentions {a_first} {place}.",
     "Put {first}, {second} and {third} in one sentence that takes place {place}.",
     "Write a sentence about {a_first} and {name}, but do not use the word \"{second}\".",
-    "Tell what happens {place} in two sentences. The first must contain \"{first}\", the second \"{second}\".",
+    "Tell what happens {place} in two sentences. The first must contain \"{first}\", the second "
+        "\"{second}\".",
     "Write a question with \"{first}\" and an answer with \"{second}\". Two lines, {tone}.",
     "{name}, {a_first}, {place}: make a {tone} sentence of these.",
 ), _two_words)
@@ -107,11 +118,13 @@ EDGES = Family("start_and_end", "constraints", (
 ), slots(moment=_moment, start=STARTS, end=ENDS, tone=TONES))
 
 FORMAT = Family("formats", "constraints", (
-    "Give me a JSON object with the keys \"name\", \"color\" and \"size\" that describes {a_object}. Owner: {name}.",
+    "Give me a JSON object with the keys \"name\", \"color\" and \"size\" that describes {a_object}. Owner: "
+        "{name}.",
     "Write a CSV table with the header item,price and two rows of things you buy {place}. Only the CSV.",
     "Describe {subject} as a Markdown list with exactly three items.",
     "Answer in the form \"Pro: ... Con: ...\" about {subject} for {a_job}.",
-    "Write a dialogue of two lines between {name} and {a_job} about {subject}. Each line starts with the speaker and a colon.",
+    "Write a dialogue of two lines between {name} and {a_job} about {subject}. Each line starts with the "
+        "speaker and a colon.",
     "Fill in this form for {a_job} called {name}:\nName:\nJob:\nFavorite food:\nLikes {hobby} (yes/no):",
     "Put this in a Markdown table with two columns: {name} - {a_job}; city - {city}; hobby - {hobby}.",
     "Reply with only \"yes\" or \"no\" and one reason in brackets: can {a_job} enjoy {hobby} {place}?",

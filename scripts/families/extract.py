@@ -10,16 +10,17 @@ from scripts.families.words import (
 
 # ------------------------------------------------------------------------------------------------------------- lists
 COMPANIES = commas("""
-Northwind Books, Blue Kettle Cafe, Harbor Tools, Green Lane Nursery, Pixel Print, Sunrise Bakery, Oak & Iron, Maple Travel,
-City Cycle, Lighthouse Media, Redwood Furniture, Bright Dental, Polar Foods, Silver Line Taxis, Meadow Farm
+Northwind Books, Blue Kettle Cafe, Harbor Tools, Green Lane Nursery, Pixel Print, Sunrise Bakery, Oak & Iron,
+Maple Travel, City Cycle, Lighthouse Media, Redwood Furniture, Bright Dental, Polar Foods, Silver Line Taxis,
+Meadow Farm
 """)
 STREETS = commas("""
-Oak Street, Mill Lane, Station Road, Park Avenue, River Road, Church Street, Hill Street, King Street, Garden Lane,
-Market Square, Lake Drive, Forest Way
+Oak Street, Mill Lane, Station Road, Park Avenue, River Road, Church Street, Hill Street, King Street, Garden
+Lane, Market Square, Lake Drive, Forest Way
 """)
 TALKS = commas("""
-concert, book reading, cooking class, chess tournament, science fair, film night, charity run, art exhibition, workshop,
-open day, flea market, quiz night
+concert, book reading, cooking class, chess tournament, science fair, film night, charity run, art exhibition,
+workshop, open day, flea market, quiz night
 """)
 FAULTS = lines("""
     the screen stays black
@@ -33,11 +34,15 @@ FAULTS = lines("""
     the heating does not turn on
     the invoice has the wrong address
 """)
-DEVICES = commas("tablet, washing machine, laptop, phone, printer, heater, bicycle, television, router, dishwasher, camera")
-UNITS = commas("cups of flour, eggs, spoons of sugar, carrots, tomatoes, cups of rice, onions, potatoes, cups of milk, apples")
+DEVICES = commas("""
+tablet, washing machine, laptop, phone, printer, heater, bicycle, television, router, dishwasher, camera
+""")
+UNITS = commas("""
+cups of flour, eggs, spoons of sugar, carrots, tomatoes, cups of rice, onions, potatoes, cups of milk, apples
+""")
 SKILLS = commas("""
-a driving license, basic Spanish, two years of experience, good computer skills, a friendly manner, first aid training,
-experience with children, a love of animals, a food safety certificate, good writing skills
+a driving license, basic Spanish, two years of experience, good computer skills, a friendly manner, first aid
+training, experience with children, a love of animals, a food safety certificate, good writing skills
 """)
 RATINGS = commas("one star, two stars, three stars, four stars, five stars")
 
@@ -167,7 +172,7 @@ TICKETS = Family("support", "extract", (
     "Which employee deals with this, if any is named? Short answer.\n\n{text}",
 ), _of(TICKET))
 
-TRIPS = Family("travel", "extract", (
+TRIPS = Family("bookings", "extract", (
     "Where does the trip go? Only the city.\n\n{text}",
     "Extract date or day, time and destination as a JSON object:\n\n{text}",
     "{text}\n\nAt what time should the traveler be there? One short sentence.",

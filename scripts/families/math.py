@@ -7,8 +7,9 @@ from scripts.families.words import CITIES, NAMES, commas, slots
 
 # ------------------------------------------------------------------------------------------------------------- lists
 GOODS = commas("""
-apples, pencils, notebooks, eggs, oranges, stickers, cookies, tickets, candles, books, cups, plants, marbles, balloons,
-stamps, bananas, postcards, batteries, towels, muffins, tomatoes, bricks, seeds, buttons, bottles, crayons
+apples, pencils, notebooks, eggs, oranges, stickers, cookies, tickets, candles, books, cups, plants, marbles,
+balloons, stamps, bananas, postcards, batteries, towels, muffins, tomatoes, bricks, seeds, buttons, bottles,
+crayons
 """)
 CONTAINERS = commas("boxes, bags, baskets, shelves, trays, jars, crates, drawers, tables, rows")
 PAIRS = (
@@ -16,14 +17,20 @@ PAIRS = (
     ("pizza", "salad"), ("ball", "whistle"), ("plate", "fork"), ("ticket", "snack"), ("comb", "towel"),
     ("chair", "cushion"), ("plant", "pot"), ("kite", "rope"), ("cake", "candle"), ("bag", "key ring"),
 )
-ROOMS = commas("garden, room, field, carpet, poster, playground, wall, parking lot, blanket, table top, window, pool")
+ROOMS = commas("""
+garden, room, field, carpet, poster, playground, wall, parking lot, blanket, table top, window, pool
+""")
 VEHICLES = commas("train, bus, car, truck, cyclist, boat, van, motorcycle")
 EVENTS = commas("""
-film, lesson, meeting, concert, flight, football match, bake, exam, hike, play, bus ride, workshop, nap, tour, party
+film, lesson, meeting, concert, flight, football match, bake, exam, hike, play, bus ride, workshop, nap, tour,
+party
 """)
-SAMPLES = commas("test scores, temperatures, ages, race times in minutes, points, heights in centimeters, daily sales")
+SAMPLES = commas("""
+test scores, temperatures, ages, race times in minutes, points, heights in centimeters, daily sales
+""")
 SALE_ITEMS = commas("""
-jacket, bicycle, phone, pair of shoes, sofa, watch, tent, desk, camera, guitar, suitcase, coat, printer, carpet, bed
+jacket, bicycle, phone, pair of shoes, sofa, watch, tent, desk, camera, guitar, suitcase, coat, printer,
+carpet, bed
 """)
 
 
@@ -117,42 +124,60 @@ ARITHMETIC = Family("arithmetic", "math", (
     "{factor} times {small} = ? Begin with \"The answer is\".",
     "Divide {dividend} by {divisor} and check it with a multiplication, in one sentence.",
     "Add {big}, {small} and {third}. Show one line of working.",
-    "{name} says that {big} + {third} is more than {big} + {small}. Is that right? Answer yes or no with a reason.",
+    "{name} says that {big} + {third} is more than {big} + {small}. Is that right? Answer yes or no with a "
+        "reason.",
     "Work out ({third} + {small}) x {divisor} step by step, in at most three short lines.",
     "Is {big} even or odd? And what is double that number?",
     "Round {big} to the nearest ten, then add {small}.",
 ), _arithmetic)
 
 SHOPPING = Family("shopping", "math", (
-    "A {first} costs ${price} and a {second} costs ${price2}. How much do {count} {first}s and {count2} {second}s cost together? Answer in one sentence.",
+    "A {first} costs ${price} and a {second} costs ${price2}. How much do {count} {first}s and {count2} "
+        "{second}s cost together? Answer in one sentence.",
     "{name} buys {count} {first}s at ${price} each. What is the total? Give one line of working.",
-    "{name} pays with ${paid} for {count} {first}s (${price} each) and {count2} {second}s (${price2} each). How much change is due? Two short sentences.",
-    "Each {first} is ${price}. {name} has ${paid}. What is the greatest number of {first}s {name} can buy? Explain in one sentence.",
-    "How much more do {count} {first}s at ${price} cost than one {second} at ${price2}? Only the amount.",
-    "{name} sold {count} {first}s for ${price} each and {name2} sold {count2} {second}s for ${price2} each. Who earned more? Explain in one sentence.",
+    "{name} pays with ${paid} for {count} {first}s (${price} each) and {count2} {second}s (${price2} each). "
+        "How much change is due? Two short sentences.",
+    "Each {first} is ${price}. {name} has ${paid}. What is the greatest number of {first}s {name} can buy? "
+        "Explain in one sentence.",
+    "How much more do {count} {first}s at ${price} cost than one {second} at ${price2}? Begin with \"The "
+        "answer is\".",
+    "{name} sold {count} {first}s for ${price} each and {name2} sold {count2} {second}s for ${price2} each. "
+        "Who earned more? Explain in one sentence.",
     "bill: {count} x {first} @ ${price}, {count2} x {second} @ ${price2}. total? short answer pls",
-    "{name} and {name2} share the cost of {count} {first}s at ${price} each equally. Write the calculation and the result for one person.",
+    "{name} and {name2} share the cost of {count} {first}s at ${price} each equally. What does each pay? "
+        "One sentence.",
 ), _shopping)
 
 SHARING = Family("sharing", "math", (
-    "{name} has {total} {goods} and puts them equally into {groups} {containers}. How many are in each? One sentence, please.",
+    "{name} has {total} {goods} and puts them equally into {groups} {containers}. How many are in each? One "
+        "sentence, please.",
     "There are {groups} {containers} with {each} {goods} in each. How many {goods} are there altogether?",
-    "{total_rest} {goods} are shared equally among {groups} friends. How many does each friend get and how many are left over? Give one line of working.",
-    "{name} packs {each} {goods} into each of some {containers}. How many {containers} are needed for {total} {goods}? One sentence.",
-    "{name} gives {rest} of {total} {goods} to {name2}. How many are left? Answer with a number and a unit.",
-    "Half of the {groups} {containers} are empty? No: all are full, with {each} {goods} each. Give the total, nothing else.",
-    "{name} had {each} {goods}, found {groups} more, and then gave {rest} to {name2}. How many now? Show the steps in one line.",
-    "If {groups} {containers} hold {total} {goods}, how many {goods} do two of them hold? Explain in one sentence.",
+    "{total_rest} {goods} are shared equally among {groups} friends. How many does each friend get and how "
+        "many are left over? One sentence.",
+    "{name} fills {containers} with {each} {goods} each. How many {containers} are needed for {total} "
+        "{goods}? Answer in at most ten words.",
+    "{name} gives {rest} of {total} {goods} to {name2}. How many are left? One short sentence.",
+    "All {groups} {containers} are full, with {each} {goods} in each. Give the total in one short sentence.",
+    "{name} had {each} {goods}, found {groups} more, and then gave {rest} to {name2}. How many now? Answer "
+        "in at most ten words.",
+    "If {groups} {containers} hold {total} {goods}, how many {goods} do two of them hold? Explain in one "
+        "sentence.",
 ), _sharing)
 
 TRAVEL = Family("travel", "math", (
     "A {vehicle} travels at {speed} km/h for {hours} hours. How far does it go? Answer in one sentence.",
-    "The road from {city} to {city2} is {distance} km. How long does a {vehicle} need at {speed} km/h? Explain in one sentence.",
-    "{name} went {distance} km in {hours} hours. What was the average speed? Write one line of the form \"distance / time = speed\".",
-    "A {vehicle} has done {extra} km of a {distance} km trip to {city}. How many km remain? Give the number and its unit, nothing else.",
-    "One {vehicle} goes {speed} km/h, another {faster} km/h. How many km apart are they after {hours} hours in the same direction? One short sentence.",
-    "{name} drives from {city} to {city2}: {distance} km at {speed} km/h, with a break of {extra} minutes. How long is the trip? Answer in at most 20 words.",
-    "Is it possible to go {distance} km in {hours} hours at {faster} km/h? Answer yes or no and say why in one sentence.",
+    "The road from {city} to {city2} is {distance} km. How long does a {vehicle} need at {speed} km/h? "
+        "Explain in one sentence.",
+    "{name} went {distance} km in {hours} hours. What was the average speed? Write one line of the form "
+        "\"distance / time = speed\".",
+    "A {vehicle} has done {extra} km of a {distance} km trip to {city}. How many km remain? Give the number "
+        "and its unit, nothing else.",
+    "One {vehicle} goes {speed} km/h, another {faster} km/h. How many km apart are they after {hours} hours "
+        "in the same direction? One short sentence.",
+    "{name} drives from {city} to {city2}: {distance} km at {speed} km/h, with a break of {extra} minutes. "
+        "How long is the trip? Answer in at most 20 words.",
+    "Is it possible to go {distance} km in {hours} hours at {faster} km/h? Answer yes or no and say why in "
+        "one sentence.",
 ), _travel)
 
 PERCENT = Family("percent", "math", (
@@ -160,21 +185,29 @@ PERCENT = Family("percent", "math", (
     "A {item} costs ${price}. It is {percent}% off. What is the new price? Explain in one sentence.",
     "{percent}% of the {people} people in a club play chess. How many is that? One short sentence.",
     "{name} left a {percent}% tip on a ${price} bill. How much was the tip? Reply in at most ten words.",
-    "The price of a {item} rises by {percent}% from ${price}. By how many dollars does it rise? One sentence.",
-    "Write {percent}% as a fraction in lowest terms and say in one sentence how many of {people} people that is.",
+    "The price of a {item} rises by {percent}% from ${price}. By how many dollars does it rise? One "
+        "sentence.",
+    "Write {percent}% as a fraction in lowest terms and say in one sentence how many of {people} people "
+        "that is.",
     "{name} has saved {percent}% of ${price} for a {item}. How much is still missing? short answer please",
-    "{name} sold {percent}% of {people} {goods}. How many {goods} remain? Answer in the form \"Remaining: N\".",
+    "{name} sold {percent}% of {people} {goods}. How many {goods} remain? Answer in the form \"Remaining: "
+        "N\".",
 ), _percent)
 
 SHAPES = Family("shapes", "math", (
     "A {room} is {length} m long and {width} m wide. What is its area? Answer in one sentence.",
-    "Find the perimeter of a rectangle with sides {length} cm and {width} cm. Write just the calculation, like \"2 + 3 = 5\".",
+    "Find the perimeter of a rectangle with sides {length} cm and {width} cm. Write just the calculation, "
+        "like \"2 + 3 = 5\".",
     "What is the area of a square with side {side} cm? Give the number and its unit.",
-    "A rectangular {room} has an area of {area} square meters and a width of {width} meters. How long is it? One short sentence.",
-    "{name} wants a fence around a {length} m by {width} m {room}. The fence costs ${cost} per meter. What does it cost? Explain in one or two sentences.",
+    "A rectangular {room} has an area of {area} square meters and a width of {width} meters. How long is "
+        "it? One short sentence.",
+    "{name} wants a fence around a {length} m by {width} m {room}. The fence costs ${cost} per meter. What "
+        "does it cost? Explain in one or two sentences.",
     "A box is {width} cm by {side} cm by {height} cm. Give its volume with the unit, in one sentence.",
-    "Which has the larger area: a {side} by {side} square or a {length} by {width} rectangle? Answer in one sentence.",
-    "The perimeter of a rectangle is {perimeter} m and one side is {length} m. Find the other side and answer in at most ten words.",
+    "Which has the larger area: a {side} by {side} square or a {length} by {width} rectangle? Answer in one "
+        "sentence.",
+    "The perimeter of a rectangle is {perimeter} m and one side is {length} m. Find the other side and "
+        "answer in at most ten words.",
 ), _shapes)
 
 CLOCK = Family("clock", "math", (
@@ -184,7 +217,8 @@ CLOCK = Family("clock", "math", (
     "{name} works {hours} hours a day for {days} days. How many hours is that in total?",
     "A {event} takes {long} and has to end at {end}. When must {name} start? Answer with a time only.",
     "How many days are {days} weeks? And how many hours are {hours} days? Two short lines.",
-    "{name}'s {event} lasts {duration} minutes, then there is a break of {break_} minutes. How long is that together, in minutes?",
+    "{name}'s {event} lasts {duration} minutes, then there is a break of {break_} minutes. How long is that "
+        "together, in minutes?",
     "{name} arrives at {start}. {name2} arrives {break_} minutes later. At what time does {name2} arrive?",
 ), _clock)
 
@@ -195,17 +229,24 @@ SERIES = Family("series", "math", (
     "Find the mean of these {kind}, in one short sentence: {sample}",
     "Which of these {kind} is the largest? {sample}. One short sentence.",
     "What is the difference between the largest and the smallest of {sample}? Just the number.",
-    "{name} saves ${start} in week 1 and ${step} more in each following week. How much does {name} save in week {weeks}? One sentence.",
+    "{name} saves ${start} in week 1 and ${step} more in each following week. How much does {name} save in "
+        "week {weeks}? One sentence.",
     "Add up the numbers {rising} and write the sum in one sentence.",
 ), _series)
 
 AGES = Family("ages", "math", (
-    "{name} is {young} years old and {name2} is {gap} years older. How old is {name2}? Answer in one sentence.",
-    "{name} is {young}. {name2} is {times} times as old. How old is {name2}, and what is the difference? Two short sentences.",
-    "{name} is {old} and {name2} is {young}. How old will each of them be in {years} years? One sentence for both.",
-    "The ages of {name} and {name2} add up to {sum}. {name} is {young}. How old is {name2}? Begin with \"The answer is\".",
-    "{name} has {young} {goods} and {name2} has {times} times as many. How many do they have together? short answer",
-    "{name2} has {multiple} {goods}, {times} times as many as {name}. How many does {name} have? Explain briefly.",
+    "{name} is {young} years old and {name2} is {gap} years older. How old is {name2}? Answer in one "
+        "sentence.",
+    "{name} is {young}. {name2} is {times} times as old. How old is {name2}, and what is the difference? "
+        "Two short sentences.",
+    "{name} is {old} and {name2} is {young}. How old will each of them be in {years} years? One sentence "
+        "for both.",
+    "The ages of {name} and {name2} add up to {sum}. {name} is {young}. How old is {name2}? Begin with "
+        "\"The answer is\".",
+    "{name} has {young} {goods} and {name2} has {times} times as many. How many do they have together? "
+        "short answer",
+    "{name2} has {multiple} {goods}, {times} times as many as {name}. How many does {name} have? Explain "
+        "briefly.",
     "{name} read {young} pages a day for {years} days. Write the number of pages in one sentence.",
 ), _ages)
 

@@ -36,8 +36,8 @@ FORMAL = lines("""
     Please do not hesitate to contact {name} should you require further assistance on {day}.
 """)
 PLAIN_SUBJECTS = commas("""
-my {relative}, {name}, the teacher, our neighbor, the old man, a young woman, the chef, the driver, the whole team,
-the manager, a tourist from {city}, the little girl, the doctor, the farmer
+my {relative}, {name}, the teacher, our neighbor, the old man, a young woman, the chef, the driver, the whole
+team, the manager, a tourist from {city}, the little girl, the doctor, the farmer
 """)
 # present | past | past participle | object
 ACTIONS = tuple(tuple(part.strip() for part in line.split("|")) for line in lines("""
@@ -147,8 +147,8 @@ SHORT_PAIRS = lines("""
     The {object} fell on the floor.|It did not break.
 """)
 STYLES = commas("""
-a friendly email, a news headline, a line from a fairy tale, a tweet, a diary entry, a weather report, a notice on a door,
-a question, an advertisement, a children's story, a pirate's speech, a polite request
+a friendly email, a news headline, a line from a fairy tale, a tweet, a diary entry, a weather report, a
+notice on a door, a question, an advertisement, a children's story, a pirate's speech, a polite request
 """)
 
 _INNER = slots(
@@ -199,7 +199,7 @@ FORMALITY = Family("more_formal", "rewrite", (
     "How would a very polite person say this? \"{casual}\" One sentence.",
 ), slots(casual=_from(CASUAL)))
 
-CASUALTY = Family("more_casual", "rewrite", (
+FRIENDLINESS = Family("more_casual", "rewrite", (
     "Say this in a relaxed, friendly way:\n\n{formal}",
     "Rewrite as a text message to a friend: \"{formal}\"",
     "{formal}\n\nThis is too stiff. Make it warm and short.",
@@ -280,4 +280,4 @@ JOIN = Family("join_and_split", "rewrite", (
     "Rewrite so that no word occurs twice: {first} {second}",
 ), _pair)
 
-FAMILIES = (FORMALITY, CASUALTY, TENSE, VOICE, GRAMMAR, POSITIVE, CONCISE, SIMPLE, JOIN)
+FAMILIES = (FORMALITY, FRIENDLINESS, TENSE, VOICE, GRAMMAR, POSITIVE, CONCISE, SIMPLE, JOIN)

@@ -9,14 +9,17 @@ from scripts.families.words import (
 )
 
 # ------------------------------------------------------------------------------------------------------------- lists
-TEAMS = commas("sales, design, support, finance, kitchen, delivery, research, garden, marketing, library, repair")
+TEAMS = commas("""
+sales, design, support, finance, kitchen, delivery, research, garden, marketing, library, repair
+""")
 PROJECTS = commas("""
 the new website, the spring catalog, the office move, the customer survey, the training week, the summer fair,
 the delivery app, the annual report, the staff handbook, the open day, the recycling plan, the price list
 """)
 BUILDINGS = commas("""
-the swimming pool, the town library, the sports hall, the post office, the bridge on Mill Street, the city museum,
-the community center, the train station, the school kitchen, the parking garage, the public garden, the ice rink
+the swimming pool, the town library, the sports hall, the post office, the bridge on Mill Street, the city
+museum, the community center, the train station, the school kitchen, the parking garage, the public garden,
+the ice rink
 """)
 FEATURES = lines("""
     It folds flat and fits in a small bag
@@ -31,8 +34,8 @@ FEATURES = lines("""
     A spare part is included
 """)
 PRODUCTS = commas("""
-camping chair, desk lamp, rain jacket, water bottle, travel pillow, bicycle light, coffee grinder, backpack, fan,
-kitchen scale, baby carrier, garden hose, radio, yoga mat, suitcase, lunch box, headset, alarm clock
+camping chair, desk lamp, rain jacket, water bottle, travel pillow, bicycle light, coffee grinder, backpack,
+fan, kitchen scale, baby carrier, garden hose, radio, yoga mat, suitcase, lunch box, headset, alarm clock
 """)
 DOWNSIDES = lines("""
     Some buyers say that the instructions are hard to read.

@@ -41,73 +41,81 @@ def capital(text: str) -> str:
 
 # ------------------------------------------------------------------------------------------------ people and places
 NAMES = commas("""
-Maya, Tom, Aisha, Daniel, Priya, Lucas, Nora, Omar, Elena, Jack, Fatima, Ben, Sofia, Kenji, Grace, Ivan, Leila, Sam,
-Hannah, Diego, Ruth, Victor, Amara, Peter, Zoe, Hassan, Clara, Noah, Mei, Oscar, Anna, Felix, Rosa, Adam, Julia, Kofi,
-Emma, Luis, Ines, Marcus, Tara, Henry, Yuki, Paul, Bella, Simon, Lena, George, Nadia, Martin, Alice, Ravi, Carla, Leo
+Maya, Tom, Aisha, Daniel, Priya, Lucas, Nora, Omar, Elena, Jack, Fatima, Ben, Sofia, Kenji, Grace, Ivan,
+Leila, Sam, Hannah, Diego, Ruth, Victor, Amara, Peter, Zoe, Hassan, Clara, Noah, Mei, Oscar, Anna, Felix,
+Rosa, Adam, Julia, Kofi, Emma, Luis, Ines, Marcus, Tara, Henry, Yuki, Paul, Bella, Simon, Lena, George, Nadia,
+Martin, Alice, Ravi, Carla, Leo
 """)
 SURNAMES = commas("""
-Patel, Novak, Okafor, Lindqvist, Moreno, Hughes, Tanaka, Brown, Rossi, Ahmed, Schmidt, Kowalski, Nguyen, Walker, Silva,
-Dubois, Murphy, Haddad, Larsen, Kim, Fischer, Costa, Bennett, Ivanova, Osei, Clarke, Romero, Singh, Andersson, Reid
+Patel, Novak, Okafor, Lindqvist, Moreno, Hughes, Tanaka, Brown, Rossi, Ahmed, Schmidt, Kowalski, Nguyen,
+Walker, Silva, Dubois, Murphy, Haddad, Larsen, Kim, Fischer, Costa, Bennett, Ivanova, Osei, Clarke, Romero,
+Singh, Andersson, Reid
 """)
 CITIES = commas("""
-Lisbon, Chicago, Nairobi, Osaka, Toronto, Madrid, Cairo, Seattle, Prague, Mumbai, Dublin, Sydney, Oslo, Lima, Athens,
-Boston, Vienna, Seoul, Denver, Warsaw, Bristol, Havana, Naples, Helsinki, Austin, Lyon, Porto, Quito, Leeds, Geneva
+Lisbon, Chicago, Nairobi, Osaka, Toronto, Madrid, Cairo, Seattle, Prague, Mumbai, Dublin, Sydney, Oslo, Lima,
+Athens, Boston, Vienna, Seoul, Denver, Warsaw, Bristol, Havana, Naples, Helsinki, Austin, Lyon, Porto, Quito,
+Leeds, Geneva
 """)
 COUNTRIES = commas("""
-France, Japan, Kenya, Brazil, Canada, Egypt, Italy, Norway, India, Peru, Greece, Poland, Spain, Germany, Australia,
-Mexico, Turkey, Sweden, Portugal, Ireland, Thailand, Chile, Morocco, Cuba, Finland, Austria, Vietnam, Argentina, China,
-Hungary, Iceland, Jordan, Nepal, Denmark
+France, Japan, Kenya, Brazil, Canada, Egypt, Italy, Norway, India, Peru, Greece, Poland, Spain, Germany,
+Australia, Mexico, Turkey, Sweden, Portugal, Ireland, Thailand, Chile, Morocco, Cuba, Finland, Austria,
+Vietnam, Argentina, China, Hungary, Iceland, Jordan, Nepal, Denmark
 """)
 RELATIVES = commas("""
-mother, father, sister, brother, grandmother, grandfather, aunt, uncle, cousin, neighbor, best friend, roommate, boss,
-teacher, daughter, son, coworker, niece, nephew, husband, wife
+mother, father, sister, brother, grandmother, grandfather, aunt, uncle, cousin, neighbor, best friend,
+roommate, boss, teacher, daughter, son, coworker, niece, nephew, husband, wife
 """)
 JOBS = commas("""
-nurse, plumber, baker, bus driver, librarian, farmer, electrician, pilot, chef, dentist, gardener, carpenter, teacher,
-firefighter, waiter, accountant, photographer, tailor, mechanic, journalist, lifeguard, architect, translator, barber,
-software developer, receptionist, shop owner, truck driver, music teacher, vet
+nurse, plumber, baker, bus driver, librarian, farmer, electrician, pilot, chef, dentist, gardener, carpenter,
+teacher, firefighter, waiter, accountant, photographer, tailor, mechanic, journalist, lifeguard, architect,
+translator, barber, software developer, receptionist, shop owner, truck driver, music teacher, vet
 """)
 AUDIENCES = commas("""
-a five-year-old, a ten-year-old, a curious teenager, my grandmother, a beginner, a new employee, a tired student,
-someone with no background in science, a busy manager, a tourist, a high school class
+a five-year-old, a ten-year-old, a curious teenager, my grandmother, a beginner, a new employee, a tired
+student, someone with no background in science, a busy manager, a tourist, a high school class
 """)
 
 # --------------------------------------------------------------------------------------------------- things and time
 ANIMALS = commas("""
-cat, dog, owl, whale, zebra, penguin, rabbit, horse, turtle, bee, eagle, elephant, dolphin, frog, spider, bear, goat,
-octopus, camel, parrot, wolf, hedgehog, otter, ant, lion, swan, squirrel, crab, snail, giraffe
+cat, dog, owl, whale, zebra, penguin, rabbit, horse, turtle, bee, eagle, elephant, dolphin, frog, spider,
+bear, goat, octopus, camel, parrot, wolf, hedgehog, otter, ant, lion, swan, squirrel, crab, snail, giraffe
 """)
 FOODS = commas("""
-lentil soup, fried rice, apple pie, pancakes, vegetable curry, tomato pasta, omelettes, banana bread, chicken salad,
-tacos, mushroom risotto, bean stew, garlic bread, fruit salad, fish cakes, baked potatoes, noodle soup, oatmeal,
-roast carrots, cheese sandwiches, hummus, dumplings, pizza, chili, spinach omelettes
+lentil soup, fried rice, apple pie, pancakes, vegetable curry, tomato pasta, omelettes, banana bread, chicken
+salad, tacos, mushroom risotto, bean stew, garlic bread, fruit salad, fish cakes, baked potatoes, noodle soup,
+oatmeal, roast carrots, cheese sandwiches, hummus, dumplings, pizza, chili, spinach omelettes
 """)
 HOBBIES = commas("""
-gardening, chess, hiking, painting, baking, cycling, photography, knitting, swimming, reading, birdwatching, pottery,
-running, fishing, playing guitar, board games, yoga, cooking, dancing, camping, woodworking, astronomy, tennis,
-collecting stamps, learning languages, sailing, origami, writing poems
+gardening, chess, hiking, painting, baking, cycling, photography, knitting, swimming, reading, birdwatching,
+pottery, running, fishing, playing guitar, board games, yoga, cooking, dancing, camping, woodworking,
+astronomy, tennis, collecting stamps, learning languages, sailing, origami, writing poems
 """)
 OBJECTS = commas("""
-umbrella, bicycle, lamp, suitcase, teapot, backpack, clock, mirror, ladder, notebook, pillow, candle, kettle, guitar,
-blanket, camera, chair, bucket, globe, jacket, wallet, toaster, hammer, raincoat, telescope, keyboard, mug, basket
+umbrella, bicycle, lamp, suitcase, teapot, backpack, clock, mirror, ladder, notebook, pillow, candle, kettle,
+guitar, blanket, camera, chair, bucket, globe, jacket, wallet, toaster, hammer, raincoat, telescope, keyboard,
+mug, basket
 """)
 NATURE = commas("""
-the ocean, rain, the moon, autumn leaves, snow, a river, the desert, sunrise, the wind, a forest, thunder, spring,
-a mountain, the stars, fog, a garden, winter mornings, the beach, a waterfall, the night sky, clouds, a meadow
+the ocean, rain, the moon, autumn leaves, snow, a river, the desert, sunrise, the wind, a forest, thunder,
+spring, a mountain, the stars, fog, a garden, winter mornings, the beach, a waterfall, the night sky, clouds,
+a meadow
 """)
 CONCEPTS = commas("""
-gravity, inflation, photosynthesis, electricity, the water cycle, recycling, a vaccine, the internet, a budget,
-democracy, evaporation, a black hole, a battery, an eclipse, compost, the food chain, sound, magnetism, a volcano,
-an earthquake, DNA, a rainbow, interest on a loan, insurance, gluten, friction, a solar panel, the seasons, tides,
-a computer virus, encryption, a search engine, supply and demand, a password manager, Wi-Fi, a mortgage, taxes, oxygen,
-a comet, erosion, pollination, yeast, a satellite, GPS, a rocket engine, the heart, the immune system, muscles, sleep,
-digestion, memory, vitamins, calories, blood pressure, allergies, an algorithm, a database, cloud storage, a 3D printer,
-machine learning, voting, a constitution, a strike, a census, recession, trade, a startup, copyright, a metaphor, irony,
-hibernation, migration, camouflage, fossils, extinction, climate, a glacier, a desert, coral reefs, rust, boiling,
-a thermometer, a compass, a lever, a pulley, static electricity, lightning, an echo, a mirage, soap, glass, concrete
+gravity, inflation, photosynthesis, electricity, the water cycle, recycling, a vaccine, the internet, a
+budget, democracy, evaporation, a black hole, a battery, an eclipse, compost, the food chain, sound,
+magnetism, a volcano, an earthquake, DNA, a rainbow, interest on a loan, insurance, gluten, friction, a solar
+panel, the seasons, tides, a computer virus, encryption, a search engine, supply and demand, a password
+manager, Wi-Fi, a mortgage, taxes, oxygen, a comet, erosion, pollination, yeast, a satellite, GPS, a rocket
+engine, the heart, the immune system, muscles, sleep, digestion, memory, vitamins, calories, blood pressure,
+allergies, an algorithm, a database, cloud storage, a 3D printer, machine learning, voting, a constitution, a
+strike, a census, recession, trade, a startup, copyright, a metaphor, irony, hibernation, migration,
+camouflage, fossils, extinction, climate, a glacier, a desert, coral reefs, rust, boiling, a thermometer, a
+compass, a lever, a pulley, static electricity, lightning, an echo, a mirage, soap, glass, concrete
 """)
 WEEKDAYS = commas("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
-MONTHS = commas("January, February, March, April, May, June, July, August, September, October, November, December")
+MONTHS = commas("""
+January, February, March, April, May, June, July, August, September, October, November, December
+""")
 
 
 def clock_time(rng: random.Random) -> str:

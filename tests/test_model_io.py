@@ -1,0 +1,776 @@
+"""The archive: what is packed comes back exactly, everything in it is used, and nothing altered gets past it."""
+
+import hashlib
+import io
+import json
+import lzma
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import zstandard
+from safetensors.torch import load as load_safetensors
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import model_io
+from drafter import quantization as q
+from drafter import streams
+from drafter.adapter import Adapter, AdapterError, linear_names
+from drafter.archive import kind_of, stream_specs
+from drafter.checkpoint import Checkpoint
+from drafter.streams import ArchiveError, ContentError, HashError, HashingReader, ManifestError, StreamError
+from model_io import load_base, load_model, pack_adapter, pack_base, verify
+from scripts.random_model import make_tokenizer
+
+GENERATION = {"stop_ids": [256, 258], "num_ids": 261, "thinking": "off", "context": 64, "num_draft_tokens": 16}
+ARCHITECTURE = {"format": 1, "recipe_name": "tiny", "recipe": {}, "phase_log": []}
+QWEN3_TOKENIZER = Path(__file__).resolve().parents[2] / "shared" / "qwen3_tokenizer"
+IDS = torch.tensor([[72, 105, 257, 10, 65, 66, 67, 258]])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def random_model(family: str, **changes):
+    """Two layers of random weights; the widths leave ragged last blocks nowhere but in k_proj (32 x 64) none at all."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": [256, 258],
+        **changes,
+    }
+    if family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(tie_word_embeddings=True, **shape))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=False, **shape))
+    return model.eval().requires_grad_(False)
+
+
+def random_adapter(model, rank=4, alpha=8.0) -> Adapter:
+    """Values that bf16 holds exactly, so that storing them loses nothing and equality can be asked for."""
+    adapter = Adapter.create(model, rank, alpha)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in adapter.parameters():
+            tensor.copy_((torch.randn(tensor.shape, generator=generator) * 0.1).bfloat16())
+    return adapter
+
+
+def pack(model, out_dir, tokenizer_dir, **changes):
+    arguments = {
+        "weights": model.state_dict(),
+        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "tokenizer_dir": tokenizer_dir,
+        "generation": GENERATION,
+        "architecture": ARCHITECTURE,
+        **changes,
+    }
+    return pack_base(out_dir, **arguments)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory, tokenizer_dir):
+    """(folder with base/ and model/, the model, the adapter); read only, tests copy it."""
+    folder = tmp_path_factory.mktemp("packed")
+    model = random_model("qwen3")
+    adapter = random_adapter(model)
+    pack(model, folder / "base", tokenizer_dir)
+    pack_adapter(folder / "model", base_dir=folder / "base", adapter=adapter)
+    return folder, model, adapter
+
+
+@pytest.fixture
+def archive(packed, tmp_path):
+    shutil.copytree(packed[0] / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def logits(loaded) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.model(IDS).logits
+
+
+def sign(folder: Path) -> None:
+    """Make manifest.json fit whatever lies in the folder: what a careful attacker, or a careless tool, would do."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        if path.name not in ("manifest.json", "evidence"):
+            data = path.read_bytes()
+            files.append({"path": path.name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    write_manifest(folder, files)
+
+
+def write_manifest(folder: Path, files: list) -> None:
+    text = json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    document = {"format": 1, "files": files, "archive_id": hashlib.sha256(text).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+def edit(folder: Path, name: str, change) -> None:
+    """Change one JSON document of an archive and sign it again."""
+    document = json.loads((folder / name).read_text())
+    document = change(document) or document
+    (folder / name).write_text(json.dumps(document))
+    sign(folder)
+
+
+def rewrite_weights(folder: Path, change) -> None:
+    """Decode the weight stream, change its bytes, encode it and sign everything again."""
+    stream = bytearray(zstandard.ZstdDecompressor().decompress((folder / "weights.safetensors.zst").read_bytes()))
+    stream = change(stream) or stream
+    (folder / "weights.safetensors.zst").write_bytes(
+        zstandard.ZstdCompressor(write_checksum=True).compress(bytes(stream))
+    )
+
+    def redeclare(document):
+        document["weights"]["sha256"] = hashlib.sha256(stream).hexdigest()
+
+    edit(folder, "quantization.json", redeclare)
+    if (folder / "adapter.json").exists():
+        base = hashlib.sha256(stream).hexdigest()
+        edit(folder, "adapter.json", lambda document: document.update(base_sha256=base))
+
+
+def refused(folder: Path, error=ArchiveError, match: str | None = None) -> ArchiveError:
+    with pytest.raises(error, match=match) as caught:
+        verify(folder)
+    with pytest.raises(ArchiveError):
+        load_model(folder)
+    assert "Next: " in str(caught.value) and len(str(caught.value)) < 1000
+    return caught.value
+
+
+# ---------------------------------------------------------------------------- what is packed comes back
+
+
+@pytest.mark.parametrize("storage", ["zst", "plain"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_round_trip_in_both_forms(family, storage, tokenizer_dir, tmp_path):
+    model = random_model(family)
+    adapter = random_adapter(model)
+    report = pack(model, tmp_path / "base", tokenizer_dir, storage=storage)
+    final = pack_adapter(tmp_path / "model", base_dir=tmp_path / "base", adapter=adapter)
+    assert final["base_sha256"] == report["base_sha256"] and final["archive_id"] != report["archive_id"]
+
+    # the oracle: fake-quantization as a trainer does it, then W + scale * B A, in fp32
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in [f"{name}.weight" for name in linear_names(model)]:
+        expected[name] = q.fake_quant_nf4(expected[name], q.nf4_scales(expected[name]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        expected[name] = q.fake_quant_int8(expected[name])
+    base = load_base(tmp_path / "base", torch.float32)
+    assert all(torch.equal(base.model.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert base.base_sha256 == report["base_sha256"]
+
+    adapter.merge_into(expected, {})
+    merged, packed = (load_model(tmp_path / "model", form, torch.float32) for form in ("merged", "packed"))
+    assert all(torch.equal(merged.model.state_dict()[name], tensor) for name, tensor in expected.items())
+    model.load_state_dict(expected)
+    assert torch.equal(logits(merged), model(IDS).logits)
+    assert torch.allclose(logits(packed), logits(merged), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(logits(merged), logits(base), atol=1e-2)
+
+    low = load_model(tmp_path / "model", "merged", "bfloat16").model.state_dict()
+    assert all(torch.equal(low[name], tensor.bfloat16()) for name, tensor in expected.items()), "cast once, at the end"
+
+
+def test_what_a_loaded_model_knows(packed):
+    loaded = load_model(packed[0] / "model")
+    assert (loaded.stop_ids, loaded.num_ids, loaded.context) == (frozenset({256, 258}), 261, 64)
+    assert loaded.generation["num_draft_tokens"] == 16 and loaded.chat.thinking == "off"
+    assert loaded.archive_id == json.loads((packed[0] / "model" / "manifest.json").read_text())["archive_id"]
+    assert loaded.info["recipe"] == "tiny" and loaded.info["adapter_rank"] == 4 and loaded.info["layers"] == 2
+    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+    settings = loaded.model.generation_config
+    assert not settings.do_sample and settings.temperature in (None, 1.0) and settings.repetition_penalty in (None, 1.0)
+    json.dumps(loaded.info)
+    with pytest.raises(ValueError, match="merged or packed"):
+        load_model(packed[0] / "model", "fused")
+
+
+def test_the_packed_form_exposes_its_tensors_and_survives_casts(packed):
+    """QNT-5: casting a loaded model to bf16 or fp16 rounded its scales."""
+    loaded = load_model(packed[0] / "model", "packed")
+    before = {name: tensor.clone() for name, tensor in loaded.tensors.items()}
+    name = "model.layers.1.mlp.up_proj"
+    layer = loaded.model.get_submodule(name)
+    loaded.model.to(torch.float16)
+    assert torch.equal(layer.codes, before[f"{name}.weight.codes"]) and layer.codes.dtype == torch.uint8
+    assert torch.equal(layer.scale_bits.view(torch.bfloat16), before[f"{name}.weight.scales"])
+    table = loaded.model.lm_head.table
+    assert table is loaded.model.model.embed_tokens.table, "tied: one table"
+    assert torch.equal(table.scale_bits.view(torch.bfloat16), before["model.embed_tokens.weight.scales"])
+    assert load_model(packed[0] / "model", "merged").tensors == {}
+
+
+def test_the_files_are_those_of_the_format(packed):
+    folder = packed[0] / "model"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest) == {"format", "files", "archive_id"}
+    assert {entry["path"] for entry in manifest["files"]} == {path.name for path in folder.iterdir()} - {
+        "manifest.json"
+    }
+    for entry in manifest["files"]:
+        data = (folder / entry["path"]).read_bytes()
+        assert entry == {"path": entry["path"], "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    frame = zstandard.get_frame_parameters((folder / "weights.safetensors.zst").read_bytes())
+    quantization = json.loads((folder / "quantization.json").read_text())
+    assert frame.has_checksum and frame.content_size == quantization["weights"]["size_bytes"]
+    assert quantization["ties"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    stream = zstandard.ZstdDecompressor().decompress((folder / "weights.safetensors.zst").read_bytes())
+    tensors = load_safetensors(stream)  # the public library reads what we write
+    assert set(tensors) == set(stream_specs(quantization)) and "lm_head.weight.codes" not in tensors
+    assert tensors["model.embed_tokens.weight.codes"].dtype == torch.int8
+    assert tensors["model.layers.0.mlp.up_proj.weight.scales"].dtype == torch.bfloat16
+    assert json.loads((folder / "copy_policy.json").read_text()) == {"enabled": False}
+    own = load_safetensors(lzma.decompress((folder / "adapter.safetensors.xz").read_bytes()))
+    assert torch.equal(
+        own["model.layers.0.mlp.up_proj.lora_A"].float(), packed[2].state_dict()["model.layers.0.mlp.up_proj.lora_A"]
+    )
+
+
+def test_the_same_input_gives_the_same_bytes(packed, tokenizer_dir, tmp_path):
+    model = random_model("qwen3")
+    pack(model, tmp_path / "base", tokenizer_dir)
+    pack_adapter(tmp_path / "model", base_dir=tmp_path / "base", adapter=random_adapter(model))
+    for name in ("base", "model"):
+        for path in (packed[0] / name).iterdir():
+            assert path.read_bytes() == (tmp_path / name / path.name).read_bytes(), path.name
+
+
+def test_the_base_stays_as_it_is_and_names_the_adapter(packed):
+    """The adapter was trained beside these very codes; re-quantizing on the way would break it without an error."""
+    folder = packed[0]
+    for path in (folder / "base").iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (folder / "model" / path.name).read_bytes()
+    document = json.loads((folder / "model" / "adapter.json").read_text())
+    assert document["base_sha256"] == verify(folder / "base").base_sha256
+    assert (document["rank"], document["alpha"], document["scale"]) == (4, 8.0, 2.0)
+
+
+def test_given_scales_are_used_unchanged(tokenizer_dir, tmp_path):
+    model = random_model("llama")
+    names = [f"{name}.weight" for name in linear_names(model)]
+    state = model.state_dict()
+    scales = {name: (q.nf4_scales(state[name], search=False).float() * 0.75).bfloat16() for name in names}
+    pack(model, tmp_path / "base", tokenizer_dir, scales=scales)
+    loaded = load_model(tmp_path / "base", "packed", torch.float32)
+    for name in names:
+        assert torch.equal(loaded.tensors[f"{name}.scales"], scales[name])
+    merged = load_model(tmp_path / "base", "merged", torch.float32).model.state_dict()
+    assert all(torch.equal(merged[name], q.fake_quant_nf4(state[name], scales[name])) for name in names)
+    with pytest.raises(ContentError, match="exactly the linear layers"):
+        pack(model, tmp_path / "other", tokenizer_dir, scales=dict(list(scales.items())[1:]))
+    with pytest.raises(ValueError, match="finite number"):
+        pack(model, tmp_path / "other", tokenizer_dir, scales={**scales, names[3]: scales[names[3]] * 0})
+    assert os.listdir(tmp_path) == ["base"]
+
+
+def test_real_tokenizer_and_rows(tmp_path):
+    """A Qwen3-shaped student with the real 151,936 rows, of which 151,669 exist, and the real template."""
+    if not QWEN3_TOKENIZER.exists():
+        pytest.skip("the Qwen3 tokenizer is not beside this checkout")
+    model = random_model("qwen3", vocab_size=151936, eos_token_id=[151645, 151643]).bfloat16()
+    generation = {**GENERATION, "stop_ids": [151643, 151645], "num_ids": 151669}
+    report = pack(model, tmp_path / "model", QWEN3_TOKENIZER, generation=generation)
+    rows = 151936 * 64
+    assert report["streams"]["int8 rows"][0] == rows, "tied weights are stored once"
+    loaded = load_model(tmp_path / "model", "packed")
+    ids = loaded.chat.render([{"role": "user", "content": "2+2?"}])
+    assert ids[-4:-1] == [151667, 271, 151668], "thinking off: the prompt ends with an empty think block"
+    with torch.no_grad():
+        packed_logits = loaded.model(torch.tensor([ids])).logits
+        merged_logits = load_model(tmp_path / "model").model(torch.tensor([ids])).logits
+    assert packed_logits.shape == (1, len(ids), 151936)
+    assert float((packed_logits - merged_logits).abs().max()) < 0.05
+
+
+def test_loading_needs_no_network_and_no_git(packed, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a socket or a process was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", forbidden)
+    monkeypatch.setattr(socket, "getaddrinfo", forbidden)
+    monkeypatch.setattr("subprocess.Popen.__init__", forbidden)
+    monkeypatch.setenv("PATH", "")
+    assert load_model(packed[0] / "model").model(IDS).logits.shape == (1, 8, 272)
+
+
+# ---------------------------------------------------------------------------- everything in it is used
+
+
+def test_a_zeroed_adapter_and_a_changed_block_change_the_logits(packed, archive):
+    before = logits(load_model(archive, dtype=torch.float32))
+    base = load_model(packed[0] / "base", dtype=torch.float32)
+
+    zeroed = random_adapter(base.model)
+    with torch.no_grad():
+        for tensor in zeroed.parameters():
+            tensor.zero_()
+    pack_adapter(archive, base_dir=packed[0] / "base", adapter=zeroed)
+    without = logits(load_model(archive, dtype=torch.float32))
+    assert torch.equal(without, logits(base)) and not torch.allclose(without, before, atol=1e-3)
+
+    specs = stream_specs(json.loads((archive / "quantization.json").read_text()))
+    header = len(streams.safetensors_header(specs, {"format": 1, "kind": "weights"}))
+    offset = header
+    for name, (dtype, shape) in specs.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if name == "model.layers.1.self_attn.v_proj.weight.codes":
+            break
+        offset += size
+
+    def change(stream):
+        for at in range(offset, offset + 32):  # one block: 64 codes in 32 bytes
+            stream[at] ^= 0x77
+
+    rewrite_weights(archive, change)
+    assert not torch.allclose(logits(load_model(archive, dtype=torch.float32)), without, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------- nothing altered gets past it
+
+
+def test_a_changed_byte_in_any_file_is_refused_with_both_hashes(archive):
+    for path in sorted(archive.iterdir()):
+        data = path.read_bytes()
+        for at in {0, len(data) // 3, len(data) - 1}:
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            error = refused(archive)
+            if path.name != "manifest.json":
+                assert isinstance(error, HashError) and error.file == path.name
+                assert hashlib.sha256(data).hexdigest() in str(error)
+                assert hashlib.sha256(path.read_bytes()).hexdigest() in str(error)
+        for shorter in (data[:-1], b"", data + b"\0"):
+            path.write_bytes(shorter)
+            assert path.name == "manifest.json" or refused(archive).file == path.name
+        path.write_bytes(data)
+    verify(archive)
+
+
+def test_files_that_the_manifest_does_not_name(archive):
+    (archive / "evidence").mkdir()
+    (archive / "evidence" / "evaluate.json").write_text("{}")
+    archive_id = verify(archive).archive_id
+    assert archive_id == load_model(archive).archive_id, "evidence/ is written later and is no part of the archive"
+    (archive / "notes.txt").write_text("x")
+    assert "remove it" in str(refused(archive, ManifestError, "notes.txt"))
+    (archive / "notes.txt").unlink()
+    (archive / "more").mkdir()
+    refused(archive, ManifestError, "more")
+    (archive / "more").rmdir()
+    (archive / "config.json").rename(archive.parent / "config.json")
+    refused(archive, ManifestError, "config.json.*missing")
+    (archive / "config.json").symlink_to(archive.parent / "config.json")
+    refused(archive, ManifestError, "ordinary files")
+    (archive / "config.json").unlink()
+    os.mkfifo(archive / "config.json")  # opening one would hang for ever
+    refused(archive, ManifestError, "ordinary files")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/tmp/x", "a/../../x", "a\0b", "config.json\0", "evidence/x", "", ".", "model.safetensors", 7, None],
+)
+def test_hostile_names(archive, name):
+    """PCK-5: names from the manifest were joined to a folder unchecked."""
+    files = json.loads((archive / "manifest.json").read_text())["files"]
+    write_manifest(archive, [*files, {**files[0], "path": name}])
+    before = sorted(path.name for path in archive.parent.rglob("*"))
+    refused(archive, ManifestError, "name of an archive file")
+    assert sorted(path.name for path in archive.parent.rglob("*")) == before
+
+
+def test_manifests_that_lie(archive):
+    good = json.loads((archive / "manifest.json").read_text())
+    files = good["files"]
+    faults = [
+        ([*files, files[0]], "twice"),
+        (files[1:], "not in manifest|missing"),
+        ([{**files[0], "sha256": files[0]["sha256"][:63]}, *files[1:]], "64 hex"),
+        ([{**files[0], "sha256": files[0]["sha256"].upper()}, *files[1:]], "64 hex"),
+        ([{**files[0], "size_bytes": True}, *files[1:]], "size or sha256"),
+        ([{**files[0], "size_bytes": -1}, *files[1:]], "size or sha256"),
+        ([{**files[0], "size_bytes": files[0]["size_bytes"] + 1}, *files[1:]], "size in bytes"),
+        ([{**files[0], "extra": 1}, *files[1:]], "fields"),
+        ([{"path": files[0]["path"]}, *files[1:]], "fields"),
+        ({"0": files[0]}, "a list"),
+        (["config.json"], "fields"),
+    ]
+    for changed, match in faults:
+        write_manifest(archive, changed)
+        refused(archive, match=match)
+    for changed in ({**good, "archive_id": "0" * 64}, {**good, "format": 2}, {**good, "more": 1}, [], None, 3):
+        (archive / "manifest.json").write_text(json.dumps(changed))
+        refused(archive)
+    for text in (b"", b"{", b"\xff", b"[" * 100000, b'{"format":1,"format":1}', b'{"format":NaN}'):
+        (archive / "manifest.json").write_bytes(text)
+        refused(archive)
+    (archive / "manifest.json").unlink()
+    refused(archive, ManifestError, "not a packed archive")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "match"),
+    [
+        ("generation.json", lambda d: d.pop("stop_ids"), "fields"),
+        ("generation.json", lambda d: d.update(stop_ids=[]), "stop_ids"),
+        ("generation.json", lambda d: d.update(stop_ids=[261]), "stop_ids"),
+        ("generation.json", lambda d: d.update(stop_ids=[256]), "stop ids are"),
+        ("generation.json", lambda d: d.update(num_ids=273), "num_ids"),
+        ("generation.json", lambda d: d.update(num_ids=260), "num_ids"),
+        ("generation.json", lambda d: d.update(context=65), "context"),
+        ("generation.json", lambda d: d.update(context=1.0), "context"),
+        ("generation.json", lambda d: d.update(thinking="maybe"), "thinking"),
+        ("generation.json", lambda d: d.update(thinking="absent"), "thinking switch"),
+        ("generation.json", lambda d: d.update(temperature=0.6), "fields"),
+        ("config.json", lambda d: d.update(model_type="gpt2"), "model_type"),
+        ("config.json", lambda d: d.update(auto_map={"AutoModelForCausalLM": "evil.Model"}), "auto_map"),
+        ("config.json", lambda d: d.update(_attn_implementation="hub/kernel"), "_attn_implementation"),
+        ("config.json", lambda d: d.update(quantization_config={"quant_method": "x"}), "quantization_config"),
+        ("config.json", lambda d: d.update(hidden_size=128), "tensor"),
+        ("config.json", lambda d: d.update(num_hidden_layers=3), "tensor|layer_types"),
+        ("config.json", lambda d: d.update(tie_word_embeddings=False), "ties"),
+        ("config.json", lambda d: d.update(vocab_size=273), "vocab_size"),
+        ("config.json", lambda d: d.update(num_attention_heads=0), "config.json"),
+        ("config.json", lambda d: d.update(hidden_act="nothing"), "no model can be built"),
+        ("copy_policy.json", lambda d: d.update(enabled=True), "enabled"),
+        ("architecture.json", lambda d: d.pop("recipe"), "fields"),
+        ("tokenizer_config.json", lambda d: d.update(auto_map={"AutoTokenizer": "evil.T"}), "auto_map"),
+        ("adapter.json", lambda d: d.pop("alpha"), "fields"),
+        ("adapter.json", lambda d: d.update(scale=8.0), "header|scale"),
+        ("adapter.json", lambda d: d.update(alpha=4.0, scale=1.0), "header"),
+        ("adapter.json", lambda d: d.update(rank=8, scale=1.0), "size_bytes"),
+        ("adapter.json", lambda d: d.update(rank=10**9), "rank"),
+        ("adapter.json", lambda d: d.update(base_sha256="0" * 64), "sha256 of the base"),
+        ("adapter.json", lambda d: d.update(targets=d["targets"][1:]), "size_bytes"),
+        ("adapter.json", lambda d: d.update(targets=["lm_head"]), "target"),
+        ("adapter.json", lambda d: d["targets"].reverse(), "header"),
+        ("adapter.json", lambda d: d.update(sha256="0" * 64), "decompressed"),
+        ("quantization.json", lambda d: d.update(block_size=128), "block_size"),
+        ("quantization.json", lambda d: d["weights"].update(file="../x"), "weights.file"),
+        ("quantization.json", lambda d: d["weights"].update(file="weights.safetensors"), "weights.file"),
+        ("quantization.json", lambda d: d["weights"].update(size_bytes=1 << 60), "size_bytes"),
+        ("quantization.json", lambda d: d["weights"].update(size_bytes=1), "size_bytes"),
+        ("quantization.json", lambda d: d["weights"].update(sha256="0" * 64), "decompressed"),
+        (
+            "quantization.json",
+            lambda d: d["tensors"].update(x={"codec": "nf4", "shape": [1 << 31, 1 << 31]}),
+            "size_bytes",
+        ),
+        ("quantization.json", lambda d: d["tensors"].update(x={"codec": "nf4", "shape": [-1, 4]}), "shape"),
+        ("quantization.json", lambda d: d["tensors"].update(x={"codec": "zip", "shape": [4]}), "codec"),
+        ("quantization.json", lambda d: d["tensors"].popitem() and None, "size_bytes"),
+        ("quantization.json", lambda d: d["tensors"]["model.norm.weight"].update(dtype="F16"), "size_bytes"),
+        ("quantization.json", lambda d: d.update(ties={"lm_head.weight": "model.norm"}), "ties"),
+        ("quantization.json", lambda d: d.update(ties={}), "ties"),
+        ("quantization.json", lambda d: d.update(tensors=dict(reversed(d["tensors"].items()))), "header|size_bytes"),
+    ],
+)
+def test_documents_that_do_not_fit(archive, file, change, match):
+    """Each document is signed again after the change, so only the check of its meaning can find it."""
+    edit(archive, file, change)
+    with pytest.raises(ArchiveError, match=match) as caught:
+        load_model(archive)
+    assert "Next: " in str(caught.value)
+
+
+def test_tensors_that_do_not_fit(archive):
+    """PCK-5: shape x dtype is not the byte length, ranges overlap, a tensor is added, renamed or missing."""
+    original = {path.name: path.read_bytes() for path in archive.iterdir()}
+
+    def restore():
+        for name, data in original.items():
+            (archive / name).write_bytes(data)
+
+    def header_of(stream):
+        size = int.from_bytes(stream[:8], "little")
+        return json.loads(stream[8 : 8 + size]), stream[8 + size :]
+
+    def edited(change):
+        def apply(stream):
+            header, data = header_of(stream)
+            length = len(stream) - len(data) - 8
+            change(header)
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text = text[:length].ljust(length)  # same length: only what it says changes
+            return bytearray(length.to_bytes(8, "little") + text + data)
+
+        return apply
+
+    one, two = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+    changes = {
+        "overlap": lambda h: h[one].update(data_offsets=h[two]["data_offsets"]),
+        "shape": lambda h: h[one].update(shape=[63]),
+        "dtype": lambda h: h[one].update(dtype="F16"),
+        "renamed": lambda h: h.update(modelxnormxweight=h.pop(one)),
+        "missing": lambda h: h.pop(one),
+        "metadata": lambda h: h.update(__metadata__={"format": "2"}),
+        "swapped": lambda h: h.update({one: h[two], two: h[one]}),
+    }
+    for change in changes.values():
+        rewrite_weights(archive, edited(change))
+        refused(archive, StreamError, "header")
+        restore()
+
+    specs = stream_specs(json.loads(original["quantization.json"]))
+    at = len(streams.safetensors_header(specs, {"format": 1, "kind": "weights"}))
+    places = {}
+    for name, (dtype, shape) in specs.items():
+        places[name] = at
+        at += torch.Size(shape).numel() * dtype.itemsize
+    scale = places["model.layers.0.mlp.up_proj.weight.scales"] + 2
+    for value in (0.0, -1.0, float("inf"), float("nan")):
+        bits = torch.tensor([value]).bfloat16().view(torch.uint8).tolist()
+        rewrite_weights(archive, lambda stream, bits=bits: stream.__setitem__(slice(scale, scale + 2), bytes(bits)))
+        refused(archive, ContentError, "scale 1 is")
+        restore()
+    norm = places[one]
+    rewrite_weights(archive, lambda stream: stream.__setitem__(slice(norm, norm + 4), b"\0\0\xc0\x7f"))
+    refused(archive, ContentError, "non-finite")
+    restore()
+    verify(archive)
+
+
+# ---------------------------------------------------------------------------- streams
+
+
+def decode(read, data: bytes, size: int) -> bytes:
+    out = bytearray(size)
+    read(HashingReader(io.BytesIO(data), len(data), "weights"), memoryview(out))
+    return bytes(out)
+
+
+def test_zstd_frames_of_every_shape():
+    """PCK-3: several frames gave only the first, bytes after it were ignored, cut files came back short."""
+    payload = (
+        torch.randint(0, 40, (10_000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8).numpy().tobytes()
+    )
+    sized = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
+    streamed = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(streamed, closefd=False) as writer:
+        writer.write(payload)
+    streamed = streamed.getvalue()
+    half = [zstandard.ZstdCompressor().compress(part) for part in (payload[:5000], payload[5000:])]
+    empty = zstandard.ZstdCompressor().compress(b"")
+    skippable = (0x184D2A50).to_bytes(4, "little") + (4).to_bytes(4, "little") + b"skip"
+
+    assert decode(streams.read_zstd, sized, 10_000) == payload
+    assert decode(streams.read_zstd, streamed, 10_000) == payload, "no size stated: bounded by what was declared"
+    for data in (half[0] + half[1], sized + b"junk", sized + empty, empty + sized, skippable + sized, half[0], empty):
+        with pytest.raises(StreamError):
+            decode(streams.read_zstd, data, 10_000)
+    for size in (9_999, 10_001, 0):
+        for data in (sized, streamed):
+            with pytest.raises(StreamError):
+                decode(streams.read_zstd, data, size)
+    for end in range(len(sized)):
+        with pytest.raises(StreamError):
+            decode(streams.read_zstd, sized[:end], 10_000)
+    wrong = bytearray(sized)
+    wrong[-1] ^= 1
+    with pytest.raises(StreamError, match="damaged"):
+        decode(streams.read_zstd, bytes(wrong), 10_000)
+
+
+def test_archives_that_unfold_without_end():
+    """16 MB of zeros in 2 kB: no more than the declared 1,000 bytes and one block of 128 KiB may be made of it."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=20, write_content_size=0)
+    stream = io.BytesIO()
+    with zstandard.ZstdCompressor(compression_params=parameters).stream_writer(stream, closefd=False) as writer:
+        for _ in range(16):
+            writer.write(bytes(1 << 20))
+    with pytest.raises(StreamError, match="more than"):
+        decode(streams.read_zstd, stream.getvalue(), 1000)
+    with pytest.raises(StreamError, match="more than"):
+        decode(streams.read_xz, lzma.compress(bytes(16 << 20)), 1000)
+    wide = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=0)
+    stream = io.BytesIO()
+    with zstandard.ZstdCompressor(compression_params=wide).stream_writer(stream, closefd=False) as writer:
+        writer.write(b"x" * 1000)
+    with pytest.raises(StreamError, match="window"):
+        decode(streams.read_zstd, stream.getvalue(), 1000)
+    greedy = lzma.compress(b"x" * 1000, filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 512 << 20}])
+    with pytest.raises(StreamError, match="memory"):
+        decode(streams.read_xz, greedy, 1000)
+
+
+def test_xz_streams_of_every_shape():
+    payload = bytes(range(256)) * 20
+    good = lzma.compress(payload)
+    assert decode(streams.read_xz, good, len(payload)) == payload
+    for data in (good + b"junk", good + good, good + b"\0\0\0\0", b"", lzma.compress(payload, lzma.FORMAT_ALONE)):
+        with pytest.raises(StreamError):
+            decode(streams.read_xz, data, len(payload))
+    for end in range(len(good)):
+        with pytest.raises(StreamError):
+            decode(streams.read_xz, good[:end], len(payload))
+    for size in (len(payload) - 1, len(payload) + 1, 0):
+        with pytest.raises(StreamError):
+            decode(streams.read_xz, good, size)
+
+
+def test_metadata_keeps_its_types_and_views_their_size():
+    """PCK-1: null came back as the word "None", numbers as strings; a small view dragged its whole storage along."""
+    view = torch.arange(1_000_000, dtype=torch.float32)[:2]
+    assert bytes(streams.tensor_bytes(view)) == view.clone().numpy().tobytes()
+    turned = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t()
+    assert bytes(streams.tensor_bytes(turned)) == bytes(streams.tensor_bytes(turned.contiguous()))
+    metadata = {"rank": 32, "adapter": None, "eos": [151645, 151643]}
+    header = streams.safetensors_header({"view": (view.dtype, tuple(view.shape))}, metadata)
+    assert len(header) + 8 < 250
+    assert streams.read_metadata(header, metadata, "x") == metadata
+    assert torch.equal(load_safetensors(header + bytes(streams.tensor_bytes(view)))["view"], view)
+    for keys in ({"rank", "adapter"}, {*metadata, "more"}):
+        with pytest.raises(StreamError, match="metadata keys"):
+            streams.read_metadata(header, keys, "x")
+    with pytest.raises(StreamError, match="metadata cannot be read"):
+        streams.read_metadata(b"\x02\0\0\0\0\0\0\0{}", metadata, "x")
+
+
+def test_stored_bytes_are_those_that_the_codecs_need(packed):
+    """PCK-1: tied weights are stored once; the size is within 1 % of shapes x codecs."""
+    document = json.loads((packed[0] / "base" / "quantization.json").read_text())
+    linear = sum(
+        tensor.numel() for name, tensor in packed[1].named_parameters() if ".layers." in name and tensor.dim() == 2
+    )
+    norms = sum(tensor.numel() for tensor in packed[1].parameters() if tensor.dim() == 1)
+    expected = linear // 2 + linear // 64 * 2 + 272 * 64 + 272 * 2 + norms * 4
+    header = len(streams.safetensors_header(stream_specs(document), {"format": 1, "kind": "weights"}))
+    assert document["weights"]["size_bytes"] - header == expected
+    kinds = [kind_of(name, dtype) for name, (dtype, _) in stream_specs(document).items()]
+    assert [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before] == [
+        "small tensors",
+        "scales",
+        "int8 rows",
+        "NF4 codes",
+    ]
+
+
+# ---------------------------------------------------------------------------- packing refuses
+
+
+def test_weights_that_cannot_be_packed(tokenizer_dir, tmp_path):
+    model = random_model("qwen3")
+    state = model.state_dict()
+    name = "model.layers.1.mlp.gate_proj.weight"
+    bad = state[name].clone()
+    bad[3, 5] = float("nan")
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for weights, match in (
+        ({**state, name: bad}, r"gate_proj.weight\[3, 5\] is nan"),
+        ({**state, "model.norm.weight": torch.full((64,), torch.inf)}, r"model.norm.weight\[0\] is inf"),
+        ({**state, "extra.weight": bad}, "extra.weight"),
+        ({key: tensor for key, tensor in state.items() if key != name}, "gate_proj"),
+        ({**state, name: bad[:, :1]}, "gate_proj"),
+        ({**state, name: bad.to(torch.int8)}, "int8"),
+        ({**state, "lm_head.weight": state["lm_head.weight"] + 1}, "tied"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pack(model, tmp_path / "base", tokenizer_dir, weights=weights)
+    with pytest.raises(ContentError, match="stop_ids"):
+        pack(model, tmp_path / "base", tokenizer_dir, generation={**GENERATION, "stop_ids": [9999]})
+    with pytest.raises(ContentError, match="model_type"):
+        pack(model, tmp_path / "base", tokenizer_dir, config={**config, "model_type": "gpt2"})
+    with pytest.raises(ValueError, match="storage"):
+        pack(model, tmp_path / "base", tokenizer_dir, storage="zip")
+    with pytest.raises(ManifestError, match="tokenizer.json"):
+        pack(model, tmp_path / "base", tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_what_stands_at_the_output(packed, tokenizer_dir, tmp_path):
+    out = tmp_path / "model"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not a packed archive"):
+        pack(packed[1], out, tokenizer_dir)
+    assert (out / "thesis.txt").read_text() == "years of work"
+    (out / "thesis.txt").unlink()
+    pack(packed[1], out, tokenizer_dir)
+    (out / "evidence").mkdir()
+    (out / "evidence" / "final.json").write_text("{}")
+    pack(packed[1], out, tokenizer_dir)
+    assert (out / "evidence" / "final.json").exists(), "the same bytes: the evidence still speaks of them"
+    before = verify(out).archive_id
+    with pytest.raises(ValueError, match="is nan|gate_proj"):
+        state = {**packed[1].state_dict()}
+        state["model.layers.0.mlp.gate_proj.weight"] = torch.full((96, 64), torch.nan)
+        pack(packed[1], out, tokenizer_dir, weights=state)
+    assert verify(out).archive_id == before, "a refused packing leaves the old archive as it was"
+    pack(packed[1], out, tokenizer_dir, generation={**GENERATION, "context": 32})
+    assert not (out / "evidence").exists() and verify(out).generation["context"] == 32
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_an_adapter_is_never_applied_twice(packed, tokenizer_dir, tmp_path):
+    """LOR-3: merging was applied a second time by packing a merged folder with the adapter given again."""
+    loaded = load_model(packed[0] / "model", dtype=torch.float32)
+    loaded.model.save_pretrained(tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    with pytest.raises(AdapterError, match="merged into these weights already"):
+        pack(loaded.model, tmp_path / "again", tokenizer_dir, config=config, weights=Checkpoint(tmp_path / "merged"))
+    with pytest.raises(ContentError, match="has an adapter already"):
+        pack_adapter(tmp_path / "again", base_dir=packed[0] / "model", adapter=packed[2])
+    with pytest.raises(ValueError, match="starts from the base"):
+        load_base(packed[0] / "model")
+    with pytest.raises(AdapterError, match="merged into these weights already"):
+        packed[2].merge_into(dict(loaded.model.state_dict()), loaded.model.config)
+    other = random_adapter(random_model("qwen3", intermediate_size=128))
+    with pytest.raises(ContentError, match="down_proj|up_proj|gate_proj"):
+        pack_adapter(tmp_path / "again", base_dir=packed[0] / "base", adapter=other)
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_teacher_itself_is_refused(tokenizer_dir, tmp_path):
+    """A pruned student starts as a copy of some of the teacher's layers, under other names."""
+    teacher = random_model("llama", num_hidden_layers=4)
+    teacher.save_pretrained(tmp_path / "teacher")
+    student = random_model("llama")
+    state = {name: tensor.clone() for name, tensor in student.state_dict().items()}
+    for name in state:
+        if ".layers." in name:
+            state[name] = teacher.state_dict()[name.replace(".layers.1.", ".layers.3.")].clone()
+    with pytest.raises(ValueError, match="the teacher's own tensors"):
+        pack(student, tmp_path / "base", tokenizer_dir, weights=state, teacher_dir=tmp_path / "teacher")
+    state["model.layers.0.mlp.up_proj.weight"] += 0.01
+    pack(student, tmp_path / "base", tokenizer_dir, weights=state, teacher_dir=tmp_path / "teacher")
+
+
+def test_a_checkpoint_in_several_files(packed, tokenizer_dir, tmp_path):
+    packed[1].save_pretrained(tmp_path / "split", max_shard_size="50KB")
+    assert len(list((tmp_path / "split").glob("model-*.safetensors"))) > 1
+    report = pack(packed[1], tmp_path / "base", tokenizer_dir, weights=Checkpoint(tmp_path / "split"))
+    assert report["base_sha256"] == verify(packed[0] / "base").base_sha256
+    with pytest.raises(ValueError, match="no model"):
+        Checkpoint(tmp_path)
+
+
+def test_inventory(packed):
+    rows = model_io.inventory(verify(packed[0] / "model"))
+    codecs = [row["codec"] for row in rows]
+    assert (codecs.count("nf4"), codecs.count("int8")) == (14, 1)
+    assert all(row["bits"] == 4.25 for row in rows if row["codec"] == "nf4")
+    assert abs(sum(row["share"] for row in rows) - 1) < 1e-3
