@@ -137,8 +137,8 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
     settings = {key: archive.generation[key] for key in ("thinking", "stop_ids", "num_ids")}
     try:
         chat = Chat.load(archive.path, **settings)
-    except ValueError as error:
-        raise ContentError("tokenizer.json", str(error)) from None
+    except Exception as error:  # whatever the tokenizer and template libraries make of damaged content
+        raise ContentError("tokenizer.json", f"{type(error).__name__}: {error}"[:300]) from None
     return LoadedModel(
         model=model,
         chat=chat,

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Serve the packed model: bash serve.sh [flags of server.py; --help lists them]
-#   MODEL_DIR (default: model/ beside this file), HOST (127.0.0.1), PORT (8000).
+#   MODEL_DIR (default: model/ beside this file), HOST (127.0.0.1), PORT (8000), VENV (.venv beside this file).
 # With a folder wheels/ beside it, everything is installed from there: no network, at no time.
 # When the model is ready a curl line is printed, with real ids, to paste into another terminal.
 set -euo pipefail
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+
+venv="${VENV:-$root/.venv}"
 
 fail() {
     echo "serve.sh: $*" >&2
@@ -17,17 +19,17 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 # ---- Python: the project's own environment where there is one
-if [[ -d "$root/wheels" && ! -x "$root/.venv/bin/python" ]]; then
-    echo "installing from wheels/ into .venv"
-    trap 'rm -rf -- "$root/.venv"' EXIT # half an environment would pass for a whole one next time
-    python3 -m venv "$root/.venv" ||
+if [[ -d "$root/wheels" && ! -x "$venv/bin/python" ]]; then
+    echo "installing from wheels/ into $venv"
+    trap 'rm -rf -- "$venv"' EXIT # half an environment would pass for a whole one next time
+    python3 -m venv "$venv" ||
         fail "python3 cannot make a virtual environment; install Python 3.11 or newer with its venv module"
-    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index \
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index \
         --find-links "$root/wheels" --require-hashes -r "$root/requirements-serve.txt" ||
         fail "wheels/ lacks what requirements-serve.txt pins; fill it: pip download -r requirements-serve.txt -d wheels"
     trap - EXIT
 fi
-python="$root/.venv/bin/python"
+python="$venv/bin/python"
 [[ -x "$python" ]] || python="$(command -v python3)" || fail "python3 is missing; install Python 3.11 or newer"
 
 missing="$("$python" -c '

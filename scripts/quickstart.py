@@ -14,10 +14,12 @@ import json
 import os
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 from drafter import results
+from drafter.acceptance import leading_matches
 from drafter.chat import Chat
 from drafter.console import run_command
 from drafter.provenance import ROOT, read_json, relative, sha256_json, write_json
@@ -128,10 +130,10 @@ def evaluate_stages(recipe: Recipe, packed: Path, plain: Path) -> dict:
 
 def serve_once(recipe: Recipe, packed: Path) -> dict:
     """Start serve.sh, send one real request, stop it: drafted text beside the teacher's own."""
-    row = next(row for row in read_shards(shard_paths(recipe.cache_dir / "teacher", "development"))
-               if row.category == "chat" and len(row.continuation_ids) > 16)  # fmt: skip
+    rows = read_shards(shard_paths(recipe.cache_dir / "teacher", "development"))
+    row = next((row for row in rows if row.category == "chat" and len(row.continuation_ids) > 16), rows[0])
     command = ["bash", str(ROOT / "serve.sh"), "--port", "0"]
-    environment = {**os.environ, "MODEL_DIR": str(packed)}
+    environment = {**os.environ, "MODEL_DIR": str(packed), "VENV": sys.prefix}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         began_s = time.perf_counter()
@@ -148,8 +150,8 @@ def serve_once(recipe: Recipe, packed: Path) -> dict:
     settings = {"thinking": recipe.chat.thinking, "stop_ids": recipe.base.stop_ids, "num_ids": recipe.base.num_ids}
     chat = Chat.load(packed, **settings)
     target = row.continuation_ids[: len(answer["draft"])]
-    accepted = next((at for at, (a, b) in enumerate(zip(answer["draft"], target, strict=True)) if a != b), len(target))
-    print(f"  prompt   {chat.decode(row.prompt_ids).strip().splitlines()[-2][:100]!r}")
+    accepted = leading_matches(answer["draft"], target)
+    print(f"  prompt   {chat.decode(row.prompt_ids).strip()[-160:]!r}")
     print(f"  teacher  {chat.decode(target)!r}")
     print(f"  draft    {chat.decode(answer['draft'])!r}  ({accepted} of {len(target)} accepted)")
     return {"ready_s": round(ready_s, 1), "accepted": accepted, "drafted": len(target), "timings": again["timings"]}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.answers import answered_file
+from drafter.console import run_command
 from drafter.provenance import command_line, read_json, relative, run_record, sha256_file, utc_now, write_json
 from drafter.recipe import Recipe, load_recipe
 from model_io import verify
@@ -83,6 +84,19 @@ def validate(recipe: Recipe, folder: Path, final: Path, argv: Sequence[str]) -> 
     return record
 
 
+def run(args: argparse.Namespace, command: Sequence[str]) -> None:
+    recipe = load_recipe(args.recipe)
+    final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
+    if args.dry_run:
+        plan = {"archive_id": verify(args.model).archive_id, "final": relative(final), "exists": final.exists()}
+        print(json.dumps({**plan, "command": command_line(command)}))
+        return
+    record = validate(recipe, args.model, final, command)
+    print_tables([record["result"]])
+    print(f"kept in {relative(args.model / 'evidence' / 'validation.json')}")
+    print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -92,21 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--dry-run", action="store_true", help="verify the archive and say what would be opened; opens nothing")
     args = parser.parse_args(argv)
     command = ["python", "-m", "scripts.validate", *(sys.argv[1:] if argv is None else argv)]
-    try:
-        recipe = load_recipe(args.recipe)
-        final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
-        if args.dry_run:
-            plan = {"archive_id": verify(args.model).archive_id, "final": relative(final), "exists": final.exists()}
-            print(json.dumps({**plan, "command": command_line(command)}))
-            return 0
-        record = validate(recipe, args.model, final, command)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print_tables([record["result"]])
-    print(f"kept in {relative(args.model / 'evidence' / 'validation.json')}")
-    print(json.dumps(record, ensure_ascii=False, allow_nan=False))
-    return 0
+    return run_command(lambda: run(args, command))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Authored, seeded prompt families: the synthetic part of every recipe.
 
-A category (chat, math, ...) holds families; a family holds skeletons, `str.format` templates whose slots one `fill`
-function supplies. One prompt = one skeleton x one filling. Skeletons, not prompts, are what evaluation reserves:
+A category (chat, math, ...) holds families; a family holds skeletons,
+`str.format` templates whose slots one `fill`
+function supplies. One prompt = one skeleton x one filling. Skeletons, not prompts,
+are what evaluation reserves:
 two fillings of one skeleton are near-duplicates, and a split by prompt would measure memory.
 """
 
@@ -17,8 +19,8 @@ CATEGORIES: tuple[str, ...] = (
     "chat", "math", "code", "rewrite", "constraints", "summarise", "extract", "multilingual",
 )
 
-# A skeleton is given up after this many fillings in a row that were all drawn before. A skeleton with a share f of
-# its fillings left is given up wrongly with probability (1 - f)^64: 1e-3 at f = 10 %, 4 % at f = 5 %.
+# A skeleton is given up after this many fillings in a row that were all drawn before. While a share f of its
+# fillings is still new, that is bad luck of probability (1 - f)^64: 1e-3 at f = 10 %, 4 % at f = 5 %.
 TRIES_PER_PROMPT = 64
 
 
@@ -43,7 +45,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     category: import_module(f"{__name__}.{category}").FAMILIES for category in CATEGORIES
 }
 
-# ---------------------------------------------------------------------------------------------------------- drawing
+# ---------------------------------------------------------------------------------------------------- drawing
 
 
 def always(family: Family, skeleton_index: int) -> bool:
@@ -61,9 +63,10 @@ def draw(
 ) -> list[dict]:
     """Draw `count` distinct prompt rows of a category.
 
-    Families take turns, and within a family its skeletons take turns, both in an order shuffled by the seed; so
-    counts per family differ by at most one while no family is used up. Nothing depends on `count` but where the
-    drawing stops: a smaller count gives a prefix of a larger one, and a recipe that grows keeps its teacher answers.
+    Families take turns, and within a family its skeletons take turns,
+    both in an order shuffled by the seed; so
+    counts per family differ by at most one while no family is used up. `count` decides nothing but where the
+    drawing stops: a smaller count gives a prefix of a larger one, so a recipe that grows keeps its answers.
 
     allow(family, skeleton_index) -> bool says which skeletons may be used; no row's id is in `exclude_ids`.
     Raises ValueError when the allowed skeletons cannot yield that many distinct prompts.
@@ -78,9 +81,9 @@ def draw(
         waiting = [turns for turns in waiting if turns.skeletons]
         if not waiting:
             raise ValueError(
-                f"synthetic prompts of category {category!r}: {count} asked, {len(rows)} possible from the allowed "
-                f"skeletons ({len(exclude_ids)} ids excluded). Lower this category's count in architecture.json to "
-                f"{len(rows)} or less, or reserve fewer skeletons for evaluation."
+                f"synthetic prompts of category {category!r}: {count} asked, {len(rows)} possible from the "
+                f"allowed skeletons ({len(exclude_ids)} ids excluded). Lower this category's count in "
+                f"architecture.json to {len(rows)} or less, or reserve fewer skeletons for evaluation."
             )
         for turns in waiting:
             row = turns.next_row(seen)
@@ -97,7 +100,7 @@ class _Turns:
         self.family = family
         self.skeletons = [i for i in range(len(family.skeletons)) if allow(family, i)]
         _rng(seed, family.category, family.name).shuffle(self.skeletons)
-        # One generator a skeleton: adding or reserving a skeleton leaves the fillings of the others as they were.
+        # One generator a skeleton: reserving one leaves the fillings of the others as they were.
         self.rngs = {i: _rng(seed, family.category, family.name, i) for i in self.skeletons}
 
     def next_row(self, seen: Set[str]) -> dict | None:
@@ -121,6 +124,6 @@ class _Turns:
 
 
 def _rng(*key: object) -> random.Random:
-    """A generator that depends on the key alone: Python's own hash() of a string changes from process to process."""
+    """A generator that depends on the key alone (hash() of a string changes from process to process)."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in key).encode()).digest()
     return random.Random(int.from_bytes(digest[:16], "big"))

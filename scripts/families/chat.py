@@ -2,11 +2,27 @@
 
 from scripts.families import Family
 from scripts.families.words import (
-    ANIMALS, AUDIENCES, CITIES, CONCEPTS, COUNTRIES, FOODS, HOBBIES, JOBS, NAMES, NATURE, RELATIVES, WEEKDAYS,
-    capital, clock_time, commas, lines, number, slots,
+    ANIMALS,
+    AUDIENCES,
+    CITIES,
+    CONCEPTS,
+    COUNTRIES,
+    FOODS,
+    HOBBIES,
+    JOBS,
+    NAMES,
+    NATURE,
+    RELATIVES,
+    WEEKDAYS,
+    capital,
+    clock_time,
+    commas,
+    lines,
+    number,
+    slots,
 )
 
-# ------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------------------------------------------------ lists
 GOALS = lines("""
     wake up earlier
     save money on groceries
@@ -169,7 +185,8 @@ def _feeling(rng):
     """A feeling and an event that go together, the event also with a capital letter."""
     feelings, events = rng.choice(((BAD_FEELINGS, BAD_EVENTS), (GOOD_FEELINGS, GOOD_EVENTS)))
     event = _nested(events)(rng)
-    return {"feeling": rng.choice(feelings), "event": event, "told": capital(event), "name": rng.choice(NAMES)}
+    return {"feeling": rng.choice(feelings), "event": event, "told": capital(event),
+            "name": rng.choice(NAMES)}
 
 
 def _choice(rng):
@@ -177,7 +194,7 @@ def _choice(rng):
     return {"first": first, "second": second, "purpose": purpose, "name": rng.choice(NAMES)}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 ADVICE = Family("advice", "chat", (
     "How can I {goal}? Give me one short tip.",
     "I am {a_job} and I want to {goal}. Name one thing to try this week, in one sentence.",
@@ -186,7 +203,7 @@ ADVICE = Family("advice", "chat", (
     "What is the most common mistake people make when they try to {goal}? One short sentence, I have to "
         "tell {a_job}.",
     "My {relative} always asks me how to {goal}. What should I say? Keep it under 30 words.",
-    "quick question: best way to {goal}? {limit} short answer pls",
+    "quick question: best way to {goal}? {limit} one sentence pls",
     "Give me a one-sentence motto for {a_job} who wants to {goal}.",
 ), slots(goal=GOALS, job=JOBS, limit=_nested(LIMITS), relative=RELATIVES))
 
@@ -212,7 +229,8 @@ GIFTS = Family("recommend", "chat", (
         "words for each.",
     "I am visiting {city} on {day} with my {relative}. What is one thing we should pack? Short answer.",
     "What drink goes well with {food}? My {relative} does not drink alcohol. Answer in a short sentence.",
-    "My {relative} wants to start {hobby}. What is the first thing to buy for under ${money}? Just name it.",
+    "My {relative} wants to start {hobby}. What is the first thing to buy for under ${money}? One short "
+        "sentence.",
 ), slots(relative=RELATIVES, hobby=HOBBIES, money=number(10, 90, 5), day=WEEKDAYS, food=FOODS, city=CITIES))
 
 FEELING = Family("feelings", "chat", (
@@ -226,14 +244,14 @@ FEELING = Family("feelings", "chat", (
 ), _feeling)
 
 MESSAGE = Family("messages", "chat", (
-    "Write a text message to {name}: I will be {minutes} minutes late for {errand} because {reason}.",
+    "Text {name} in one sentence that I will be {minutes} minutes late for {errand} because {reason}.",
     "Help me cancel {errand} with {name}. The reason is that {reason}. One friendly sentence, no greeting.",
     "Write a short note to {name} to move {errand} from {day} to another day, in one sentence. Sign it "
         "{name2}.",
     "What can I text {name} to thank them for coming to {errand} on {day}? Max 25 words.",
     "Draft a reminder for {name} about {errand} on {day} at {time}. Two sentences at most.",
     "{name} missed {errand} because {reason}. Write a kind one-line reply from {name2}.",
-    "I need a very short invitation: {errand}, {day}, {time}. Address it to {name}.",
+    "Invite {name} to {errand} on {day} at {time}, in one short sentence.",
     "Please write a voicemail of about 30 words: {name2} calls {name}, {reason}, so {errand} must start at "
         "{time}.",
 ), slots(name=NAMES[:27], name2=NAMES[27:], minutes=number(5, 60, 5), errand=_nested(ERRANDS),
@@ -244,11 +262,12 @@ DECIDE = Family("decide", "chat", (
     "I can't decide between {first} and {second}. It is for {purpose}. What would you choose? Answer in one "
         "sentence.",
     "Give one advantage of {first} over {second} for {purpose}, in one sentence.",
-    "{name} says {first} is always better than {second}. Give one polite counterargument. (Topic: {purpose})",
+    "For {purpose}, {name} says that {first} is always better than {second}. Disagree politely in one "
+        "sentence.",
     "Make a two-line comparison of {first} and {second} for {purpose}. Start each line with the name of the "
         "option.",
     "For {purpose}, {name} wants {first} and I want {second}. Suggest a fair compromise in one sentence.",
-    "What question should I ask myself before I choose {first} or {second} for {purpose}? Just the question.",
+    "Write one question that helps me choose between {first} and {second} for {purpose}.",
 ), _choice)
 
 FACTS = Family("quick_facts", "chat", (
@@ -273,16 +292,17 @@ SHOP_DESK = Family("shop_desk", "chat", (
     "Can you recommend {product} for my {relative}? My budget is ${money}.",
 ), slots(product=PRODUCTS, day=WEEKDAYS, complaint=COMPLAINTS, name=NAMES, relative=RELATIVES,
          money=number(15, 120, 5), color=commas("red, blue, green, black, white, grey, yellow")),
-    system="You work at the help desk of a small shop. Reply to the customer in one or two friendly sentences.")
+    system="You work at the help desk of a small shop. Reply in one or two friendly sentences.")
 
 GUIDE = Family("city_guide", "chat", (
     "I have {hours} hours in {city} and I like {hobby}. Where should I go? One place only.",
     "Is there {sight} in {city} where I can take my {relative}?",
     "How do I get from the station to {sight} in {city}?",
     "What is the weather in {city} usually like in summer? I plan to go on {a_day}.",
-    "We are {hours} people and we love {food}. Where can we eat in {city}?",
+    "We are {hours} people and we love {food}. What kind of place should we look for in {city}?",
     "Is {city} safe to walk around at night? My {relative} is worried.",
-), slots(hours=number(2, 9), city=CITIES, hobby=HOBBIES, sight=SIGHTS, relative=RELATIVES, food=FOODS, day=WEEKDAYS),
+), slots(hours=number(2, 9), city=CITIES, hobby=HOBBIES, sight=SIGHTS, relative=RELATIVES, food=FOODS,
+         day=WEEKDAYS),
     system="You are a travel guide. Give one suggestion in at most 40 words.")
 
 FAMILIES = (ADVICE, EXPLAIN, GIFTS, FEELING, MESSAGE, DECIDE, FACTS, SHOP_DESK, GUIDE)

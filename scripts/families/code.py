@@ -1,11 +1,11 @@
-"""Code: small Python functions, snippets to explain, fix and test, SQL, shell, JSON and regular expressions."""
+"""Code: small Python functions, snippets to explain, fix and test, SQL, shell, JSON and regexes."""
 
 import random
 
 from scripts.families import Family
 from scripts.families.words import NAMES, commas, lines, slots
 
-# ------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------------------------------------------------ lists
 # name | parameters | what it returns
 TASKS = tuple(tuple(part.strip() for part in line.split("|")) for line in lines("""
     add_all | numbers | the sum of a list of numbers
@@ -62,28 +62,33 @@ EXTRAS = lines("""
     Do not use a built-in that does the whole job.
 """)
 NAMES_OF_LISTS = commas("numbers, prices, scores, values, ages, points, sizes, totals, weights, counts")
+# table: its number column, then its other columns
 TABLES = {
-    "customers": ("name", "city", "age", "email"), "orders": ("customer_id", "total", "status", "created_at"),
-    "products": ("title", "price", "stock", "category"), "employees": ("name", "salary", "department", "hired_on"),
-    "books": ("title", "author", "year", "pages"), "students": ("name", "grade", "school", "age"),
-    "flights": ("origin", "destination", "price", "departs_at"), "songs": ("title", "artist", "seconds", "year"),
-    "rooms": ("number", "floor", "beds", "price"), "tickets": ("subject", "priority", "owner", "opened_at"),
+    "customers": ("age", "name", "city", "email"),
+    "orders": ("total", "customer_id", "status", "created_at"),
+    "products": ("price", "title", "stock", "category"),
+    "employees": ("salary", "name", "department", "hired_on"),
+    "books": ("pages", "title", "author", "year"),
+    "students": ("grade", "name", "school", "age"),
+    "flights": ("price", "origin", "destination", "departs_at"),
+    "songs": ("seconds", "title", "artist", "year"),
+    "rooms": ("price", "number", "floor", "beds"),
+    "tickets": ("priority", "subject", "owner", "opened_at"),
 }
-NUMERIC = {"customers": "age", "orders": "total", "products": "price", "employees": "salary", "books": "pages",
-           "students": "grade", "flights": "price", "songs": "seconds", "rooms": "price", "tickets": "priority"}
 FILES = commas("""
 notes.txt, access.log, data.csv, report.md, server.log, users.json, config.yaml, todo.txt, errors.log,
 words.txt, sales.csv, main.py, backup.tar.gz, index.html
 """)
 FOLDERS = commas("src, docs, logs, photos, build, backup, data, tests, downloads, tmp, reports, public")
 PATTERNS = tuple(rf"{prefix}{body}" for prefix in ("", "^", r"\b", "id:") for body in (
-    r"\d{5}", r"\d{4}-\d{2}-\d{2}", r"[A-Z][a-z]+", r"\w+ing\b", r"#[0-9a-f]{6}", r"\$\d+", r"\s{2,}", r"[aeiou]",
+    r"\d{5}", r"\d{4}-\d{2}-\d{2}", r"[A-Z][a-z]+", r"\w+ing\b", r"#[0-9a-f]{6}", r"\$\d+", r"\s{2,}",
+    r"[aeiou]",
     r"\w+@\w+\.com", r"(yes|no)", r"-?\d+", r".*\.txt",
 ))
 EXTENSIONS = commas(".txt, .log, .csv, .py, .md, .json, .jpg, .tmp")
 
 
-# --------------------------------------------------------------------------------------------------- little programs
+# -------------------------------------------------------------------------------------------- little programs
 def _list_literal(rng: random.Random) -> str:
     return str([rng.randrange(1, 30) for _ in range(rng.randrange(3, 6))])
 
@@ -104,7 +109,8 @@ def _snippet(rng: random.Random) -> dict[str, str]:
         f"{name} = {{\"{word}\": {limit}}}\n{name}[\"total\"] = sum({name}.values())\nprint({name})",
         f"{name} = {literal}\nprint(len({name}) * {limit})",
         f"{name} = {literal}\nif sum({name}) > {limit * 3}:\n    print(\"big\")\nelse:\n    print(\"small\")",
-        f"word = \"{word}\"\ncount = 0\nfor letter in word:\n    if letter in \"aeiou\":\n        count += 1\nprint(count)",
+        f"word = \"{word}\"\ncount = 0\nfor letter in word:\n    if letter in \"aeiou\":\n"
+        "        count += 1\nprint(count)",
     ))
     return {"snippet": body, "variable": name, "word": word, "limit": str(limit)}
 
@@ -116,8 +122,10 @@ def _bug(rng: random.Random) -> dict[str, str]:
         (f"def total({name})\n    return sum({name})", "SyntaxError: expected ':'"),
         (f"{name} = {_list_literal(rng)}\nprint({name}[len({name})])", "IndexError: list index out of range"),
         (f"age = {limit}\nprint(\"Age: \" + age)", "TypeError: can only concatenate str"),
-        (f"def greet(name):\n    print(\"Hello, \" + nam)\n\ngreet(\"{word}\")", "NameError: name 'nam' is not defined"),
-        (f"{name} = {_list_literal(rng)}\nif {name} = []:\n    print(\"empty\")", "SyntaxError: invalid syntax"),
+        (f"def greet(name):\n    print(\"Hello, \" + nam)\n\ngreet(\"{word}\")",
+         "NameError: name 'nam' is not defined"),
+        (f"{name} = {_list_literal(rng)}\nif {name} = []:\n    print(\"empty\")",
+         "SyntaxError: invalid syntax"),
         (f"def mean({name}):\n    return sum({name}) / 0", "ZeroDivisionError: division by zero"),
         (f"for i in range({limit}):\nprint(i)", "IndentationError: expected an indented block"),
         (f"user = {{\"name\": \"{word}\"}}\nprint(user[\"age\"])", "KeyError: 'age'"),
@@ -125,7 +133,8 @@ def _bug(rng: random.Random) -> dict[str, str]:
         (f"count = {limit}\nwhile count > 0:\n    print(count)", "the loop never stops"),
         (f"value = int(\"{word}\")", "ValueError: invalid literal for int()"),
         (f"def add(a, b):\n    a + b\n\nprint(add({limit}, 2))", "it prints None"),
-        (f"{name} = ({limit}, 2)\n{name}.append(3)", "AttributeError: 'tuple' object has no attribute 'append'"),
+        (f"{name} = ({limit}, 2)\n{name}.append(3)",
+         "AttributeError: 'tuple' object has no attribute 'append'"),
     ))
     return {"broken": broken, "symptom": symptom, "name": rng.choice(NAMES)}
 
@@ -157,10 +166,10 @@ def _written(rng: random.Random) -> dict[str, str]:
 
 def _sql(rng: random.Random) -> dict[str, str]:
     table = rng.choice(tuple(TABLES))
-    columns = TABLES[table]
-    first, second = rng.sample([column for column in columns if column != NUMERIC[table]], 2)
-    return {"table": table, "columns": ", ".join(columns), "first": first, "second": second,
-            "numeric": NUMERIC[table], "limit": str(rng.randrange(2, 120)), "top": str(rng.randrange(3, 21)),
+    numeric, *others = TABLES[table]
+    first, second = rng.sample(others, 2)
+    return {"table": table, "columns": ", ".join((*others, numeric)), "first": first, "second": second,
+            "numeric": numeric, "limit": str(rng.randrange(2, 120)), "top": str(rng.randrange(3, 21)),
             "value": rng.choice(NAMES)}
 
 
@@ -173,7 +182,7 @@ def _json(rng: random.Random) -> dict[str, str]:
             "broken": f'{{"name": "{name}", age: {age}, "{first}": true,}}'}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 FUNCTION = Family("function", "code", (
     "Write a Python function `{fname}({params})` that returns {returns}. {extra} Only the code.",
     "python: function {fname}, takes {params}, returns {returns}. no explanation. {extra}",
@@ -183,8 +192,8 @@ FUNCTION = Family("function", "code", (
     "Describe in two sentences how you would write a function that returns {returns}. {extra} No code.",
     "Write `{fname}` in JavaScript. It should return {returns}. {extra} Just the function, no text around "
         "it.",
-    "Show how to call a Python function `{fname}({params})` that returns {returns} once, and print the "
-        "result. One or two lines. {extra}",
+    "What does `{fname}({params})` probably return, and which type is that? A comment says: \"{extra}\" One "
+        "sentence.",
 ), _function)
 
 EXPLAIN = Family("explain_code", "code", (
@@ -206,7 +215,7 @@ FIX = Family("fix_bug", "code", (
     "Write a one-line commit message for the fix of this bug: {symptom}\n\n```python\n{broken}\n```",
     "Which line is wrong here? Quote it and say why in a few words.\n\n{broken}\n\nError seen by {name}: "
         "{symptom}",
-    "help!! \"{symptom}\"\n{broken}\nhow do I fix it? short answer",
+    "help!! \"{symptom}\"\n{broken}\nhow do I fix it? one sentence pls",
 ), _bug)
 
 REVIEW = Family("docs_and_tests", "code", (
@@ -218,8 +227,8 @@ REVIEW = Family("docs_and_tests", "code", (
     "Write a short comment to put above this function:\n\n{function}",
     "Rewrite this function without a return on the same line as the calculation: use a variable `result`. "
         "Code only.\n\n{function}",
-    "What kind of value does `{fname}` return: text, number, list or truth value? Give one example, perhaps "
-        "with {value}. Short answer.\n\n{function}",
+    "What kind of value does `{fname}` return: text, number, list or truth value? Answer in one short "
+        "sentence, for the argument {value}.\n\n{function}",
 ), _written)
 
 SQL = Family("sql", "code", (
@@ -233,13 +242,13 @@ SQL = Family("sql", "code", (
     "Delete every row from {table} with {numeric} below {limit}. One SQL line, please.",
     "What is wrong with this SQL? Answer in one sentence.\n\nSELEC {first} FROM {table} WHERE {numeric} > "
         "{limit};",
-    "Which SQL statement gives the average {numeric} of the table {table} for each {first}? One statement, "
-        "at most {top} rows.",
+    "Does \"SELECT AVG({numeric}) FROM {table} WHERE {first} = '{value}' LIMIT {top};\" need a GROUP BY? "
+        "Answer in one sentence.",
 ), _sql)
 
 SHELL = Family("shell", "code", (
     "Give me a shell command that counts the lines in {file}. Command only.",
-    "Which Linux command shows the first {count} lines of {file}? One line.",
+    "Can I see the first {count} lines of {file} with `head`? Answer in one short sentence.",
     "How do I find all {ext} files in the folder {folder} from the terminal? Just the command.",
     "Explain in one sentence: grep -n \"{word}\" {folder}/{file}",
     "bash one-liner: copy {file} from {folder} to {folder2}",
@@ -248,14 +257,15 @@ SHELL = Family("shell", "code", (
         "line only.",
     "Write the command that deletes all {ext} files in {folder} older than {count} days. Add no explanation.",
 ), slots(file=FILES, count=lambda rng: str(rng.randrange(2, 60)), ext=EXTENSIONS, folder=FOLDERS[:6],
-         folder2=FOLDERS[6:], word=commas("error, todo, old, final, warning, draft, new, test, fixme, backup")))
+         folder2=FOLDERS[6:],
+         word=commas("error, todo, old, final, warning, draft, new, test, fixme, backup")))
 
 FORMATS = Family("json_and_regex", "code", (
     "Write a JSON object for a user named {name}, age {age}, with \"{first}\" and \"{second}\" as tags. "
         "JSON only.",
     "Is this valid JSON? Answer yes or no, and say why in one sentence.\n\n{broken}",
     "Correct this JSON and output nothing else:\n{broken}",
-    "How do I read the age from this JSON in Python? One or two lines.\n\n{object}",
+    "What is the value of the key \"age\" here, and is it a number or a string? One sentence.\n\n{object}",
     "Explain this regular expression to {name} in one short sentence: {pattern}",
     "Convert to a YAML document, no comments:\n{object}",
     "Give one JSON object for a row of \"{title}\" with the keys \"id\" and \"{first}\". Let the id be "

@@ -4,12 +4,27 @@ import random
 
 from scripts.families import Family
 from scripts.families.words import (
-    ANIMALS, AUDIENCES, CITIES, CONCEPTS, FOODS, HOBBIES, JOBS, NAMES, NATURE, OBJECTS, RELATIVES, WEEKDAYS, a, commas,
-    number, slots,
+    ANIMALS,
+    AUDIENCES,
+    CITIES,
+    CONCEPTS,
+    FOODS,
+    HOBBIES,
+    JOBS,
+    NAMES,
+    NATURE,
+    OBJECTS,
+    RELATIVES,
+    WEEKDAYS,
+    a,
+    commas,
+    number,
+    slots,
 )
 
-# ------------------------------------------------------------------------------------------------------------- lists
-SUBJECTS = (*NATURE, *HOBBIES, *(a(animal) for animal in ANIMALS), *(a(thing) for thing in OBJECTS), *CITIES, *FOODS)
+# ------------------------------------------------------------------------------------------------------ lists
+SUBJECTS = (*NATURE, *HOBBIES, *(a(animal) for animal in ANIMALS), *(a(thing) for thing in OBJECTS), *CITIES,
+            *FOODS)
 KINDS = commas("""
 fruits, vegetables, animals, countries, colors, sports, jobs, tools, drinks, flowers, rivers, musical
 instruments, kitchen items, school subjects, pieces of furniture, clothes, vehicles, birds, trees, board
@@ -42,7 +57,8 @@ a rainy {day}, the first day of school, a lost {object}, a trip to {city}, a tal
 learning {hobby}
 """)
 
-_INNER = slots(day=WEEKDAYS, object=OBJECTS, city=CITIES, animal=ANIMALS, relative=RELATIVES, food=FOODS, hobby=HOBBIES)
+_INNER = slots(day=WEEKDAYS, object=OBJECTS, city=CITIES, animal=ANIMALS, relative=RELATIVES, food=FOODS,
+               hobby=HOBBIES)
 
 
 def _moment(rng: random.Random) -> str:
@@ -52,11 +68,12 @@ def _moment(rng: random.Random) -> str:
 def _two_words(rng: random.Random) -> dict[str, str]:
     """Words to use in a text: three different things and a place."""
     first, second, third = rng.sample((*ANIMALS, *OBJECTS), 3)
-    return {"first": first, "a_first": a(first), "second": second, "third": third, "place": rng.choice(PLACES), "tone": rng.choice(TONES),
+    return {"first": first, "a_first": a(first), "second": second, "third": third,
+            "place": rng.choice(PLACES), "tone": rng.choice(TONES),
             "name": rng.choice(NAMES), "kind": rng.choice(TEXT_KINDS)}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 LENGTH = Family("exact_length", "constraints", (
     "Write exactly {few} words about {subject}.",
     "Describe {subject} in one sentence of {low} to {high} words.",
@@ -92,7 +109,8 @@ LETTER = Family("letters", "constraints", (
     "Write a {tone} sentence about {subject} in which the last word ends with \"{end}\".",
     "Write the words \"{subject}\" in capital letters, then name one of the {kind} that starts with "
         "{letter}.",
-), slots(kind=KINDS, letter=LETTERS, subject=SUBJECTS, tone=TONES, avoid=tuple("bcfjkqvxz"), end=tuple("sdtyenr")))
+), slots(kind=KINDS, letter=LETTERS, subject=SUBJECTS, tone=TONES, avoid=tuple("bcfjkqvxz"),
+         end=tuple("sdtyenr")))
 
 INCLUDE = Family("use_these_words", "constraints", (
     "Write one sentence with the words \"{first}\" and \"{second}\".",
@@ -150,6 +168,7 @@ NEGATIVES = Family("without", "constraints", (
     "Recommend {hobby} to {audience} without saying \"fun\". At most 20 words.",
     "Give one tip about {hobby}, then stop. No introduction and no list. It is for {audience}.",
     "Define {concept} for {audience}. Do not repeat the term itself, and use one sentence.",
-), slots(subject=SUBJECTS, avoid=AVOID, concept=CONCEPTS, audience=AUDIENCES, tone=TONES, moment=_moment, hobby=HOBBIES))
+), slots(subject=SUBJECTS, avoid=AVOID, concept=CONCEPTS, audience=AUDIENCES, tone=TONES, moment=_moment,
+         hobby=HOBBIES))
 
 FAMILIES = (LENGTH, LISTS, LETTER, INCLUDE, EDGES, FORMAT, POEMS, NEGATIVES)

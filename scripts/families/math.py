@@ -3,9 +3,9 @@
 import random
 
 from scripts.families import Family
-from scripts.families.words import CITIES, NAMES, commas, slots
+from scripts.families.words import CITIES, NAMES, commas
 
-# ------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------------------------------------------------ lists
 GOODS = commas("""
 apples, pencils, notebooks, eggs, oranges, stickers, cookies, tickets, candles, books, cups, plants, marbles,
 balloons, stamps, bananas, postcards, batteries, towels, muffins, tomatoes, bricks, seeds, buttons, bottles,
@@ -20,9 +20,9 @@ PAIRS = (
 ROOMS = commas("""
 garden, room, field, carpet, poster, playground, wall, parking lot, blanket, table top, window, pool
 """)
-VEHICLES = commas("train, bus, car, truck, cyclist, boat, van, motorcycle")
+VEHICLES = commas("train, bus, car, truck, tram, taxi, van, motorcycle")
 EVENTS = commas("""
-film, lesson, meeting, concert, flight, football match, bake, exam, hike, play, bus ride, workshop, nap, tour,
+film, lesson, meeting, concert, flight, football match, show, exam, hike, play, bus ride, workshop, nap, tour,
 party
 """)
 SAMPLES = commas("""
@@ -39,7 +39,7 @@ def _two_names(rng: random.Random) -> dict[str, str]:
     return {"name": first, "name2": second}
 
 
-# ----------------------------------------------------------------------------------------------------------- fillings
+# --------------------------------------------------------------------------------------------------- fillings
 def _arithmetic(rng):
     big, small = rng.randrange(30, 900), rng.randrange(11, 29)
     factor, divisor, quotient = rng.randrange(3, 26), rng.randrange(3, 13), rng.randrange(4, 41)
@@ -49,7 +49,8 @@ def _arithmetic(rng):
 
 def _shopping(rng):
     first, second = rng.choice(PAIRS)
-    price, price2, count, count2 = rng.randrange(3, 16), rng.randrange(2, 9), rng.randrange(2, 9), rng.randrange(2, 7)
+    price, price2 = rng.randrange(3, 16), rng.randrange(2, 9)
+    count, count2 = rng.randrange(2, 9), rng.randrange(2, 7)
     total = price * count + price2 * count2
     # The next multiple of ten above the bill, plus ten: there is always change to give.
     paid = (total // 10 + 1) * 10 + rng.choice((0, 10))
@@ -59,15 +60,18 @@ def _shopping(rng):
 
 def _sharing(rng):
     groups, each = rng.randrange(3, 13), rng.randrange(3, 16)
-    return {"groups": str(groups), "each": str(each), "total": str(groups * each), "rest": str(rng.randrange(1, groups)),
+    return {"groups": str(groups), "each": str(each), "total": str(groups * each),
+            "rest": str(rng.randrange(1, groups)),
             "total_rest": str(groups * each + rng.randrange(1, groups)), "goods": rng.choice(GOODS),
             "containers": rng.choice(CONTAINERS), **_two_names(rng)}
 
 
 def _travel(rng):
-    speed, hours = rng.choice((12, 15, 20, 30, 40, 45, 50, 60, 70, 80, 90, 100, 110, 120)), rng.randrange(2, 8)
+    speed, hours = rng.choice((30, 35, 40, 45, 50, 60, 70, 80, 90, 100, 110, 120)), rng.randrange(2,
+                                                                                                          8)
     city, city2 = rng.sample(CITIES, 2)
-    return {"speed": str(speed), "hours": str(hours), "distance": str(speed * hours), "city": city, "city2": city2,
+    return {"speed": str(speed), "hours": str(hours), "distance": str(speed * hours), "city": city,
+            "city2": city2,
             "vehicle": rng.choice(VEHICLES), "extra": str(rng.randrange(10, 60, 5)),
             "faster": str(speed + rng.choice((5, 10, 20))), "name": rng.choice(NAMES)}
 
@@ -81,19 +85,19 @@ def _percent(rng):
 
 def _shapes(rng):
     width, length = rng.randrange(2, 20), rng.randrange(20, 40)
-    return {"width": str(width), "length": str(length), "side": str(rng.randrange(3, 31)), "area": str(width * length),
-            "perimeter": str(2 * (width + length)), "room": rng.choice(ROOMS), "cost": str(rng.randrange(2, 9)),
-            "height": str(rng.randrange(2, 12)), "name": rng.choice(NAMES)}
+    return {"width": str(width), "length": str(length), "side": str(rng.randrange(3, 31)),
+            "area": str(width * length), "perimeter": str(2 * (width + length)), "room": rng.choice(ROOMS),
+            "cost": str(rng.randrange(2, 9)), "height": str(rng.randrange(2, 12)), "name": rng.choice(NAMES)}
 
 
 def _clock(rng):
     hour, minute, duration = rng.randrange(1, 9), rng.randrange(0, 60, 5), rng.randrange(25, 180, 5)
     end = hour * 60 + minute + duration
     hours, rest = divmod(duration, 60)
-    return {"start": f"{hour}:{minute:02d} pm", "end": f"{end // 60}:{end % 60:02d} pm", "duration": str(duration),
-            "event": rng.choice(EVENTS), "hours": str(rng.randrange(2, 10)), "days": str(rng.randrange(3, 29)),
-            "long": f"{hours} h {rest} min" if hours else f"{rest} min", "break_": str(rng.randrange(5, 25, 5)),
-            **_two_names(rng)}
+    return {"start": f"{hour}:{minute:02d} pm", "end": f"{end // 60}:{end % 60:02d} pm",
+            "duration": str(duration), "long": f"{hours} h {rest} min" if hours else f"{rest} min",
+            "event": rng.choice(EVENTS), "hours": str(rng.randrange(2, 10)),
+            "days": str(rng.randrange(3, 29)), "break_": str(rng.randrange(5, 25, 5)), **_two_names(rng)}
 
 
 def _series(rng):
@@ -106,8 +110,9 @@ def _series(rng):
     sample = [mean - spread[0], mean + spread[0], mean - spread[1], mean + spread[1]]
     rng.shuffle(sample)
     return {"rising": ", ".join(map(str, rising)), "falling": ", ".join(map(str, falling)),
-            "growing": ", ".join(map(str, growing)), "sample": ", ".join(map(str, sample)), "kind": rng.choice(SAMPLES),
-            "start": str(start), "step": str(step), "weeks": str(rng.randrange(3, 12)), **_two_names(rng)}
+            "growing": ", ".join(map(str, growing)), "sample": ", ".join(map(str, sample)),
+            "kind": rng.choice(SAMPLES), "start": str(start), "step": str(step),
+            "weeks": str(rng.randrange(3, 12)), **_two_names(rng)}
 
 
 def _ages(rng):
@@ -117,7 +122,7 @@ def _ages(rng):
             "goods": rng.choice(GOODS), **_two_names(rng)}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 ARITHMETIC = Family("arithmetic", "math", (
     "What is {big} + {small}? Reply in at most ten words.",
     "Calculate {big} minus {small}. Just give the number.",
@@ -126,7 +131,7 @@ ARITHMETIC = Family("arithmetic", "math", (
     "Add {big}, {small} and {third}. Show one line of working.",
     "{name} says that {big} + {third} is more than {big} + {small}. Is that right? Answer yes or no with a "
         "reason.",
-    "Work out ({third} + {small}) x {divisor} step by step, in at most three short lines.",
+    "Work out ({third} + {small}) x {divisor} and show one step in between. One short sentence.",
     "Is {big} even or odd? And what is double that number?",
     "Round {big} to the nearest ten, then add {small}.",
 ), _arithmetic)
@@ -168,8 +173,7 @@ TRAVEL = Family("travel", "math", (
     "A {vehicle} travels at {speed} km/h for {hours} hours. How far does it go? Answer in one sentence.",
     "The road from {city} to {city2} is {distance} km. How long does a {vehicle} need at {speed} km/h? "
         "Explain in one sentence.",
-    "{name} went {distance} km in {hours} hours. What was the average speed? Write one line of the form "
-        "\"distance / time = speed\".",
+    "{name} went {distance} km in {hours} hours. What was the average speed? Reply in one short sentence.",
     "A {vehicle} has done {extra} km of a {distance} km trip to {city}. How many km remain? Give the number "
         "and its unit, nothing else.",
     "One {vehicle} goes {speed} km/h, another {faster} km/h. How many km apart are they after {hours} hours "
@@ -196,8 +200,7 @@ PERCENT = Family("percent", "math", (
 
 SHAPES = Family("shapes", "math", (
     "A {room} is {length} m long and {width} m wide. What is its area? Answer in one sentence.",
-    "Find the perimeter of a rectangle with sides {length} cm and {width} cm. Write just the calculation, "
-        "like \"2 + 3 = 5\".",
+    "Find the perimeter of a rectangle with sides {length} cm and {width} cm. Reply in one short sentence.",
     "What is the area of a square with side {side} cm? Give the number and its unit.",
     "A rectangular {room} has an area of {area} square meters and a width of {width} meters. How long is "
         "it? One short sentence.",
@@ -244,7 +247,7 @@ AGES = Family("ages", "math", (
     "The ages of {name} and {name2} add up to {sum}. {name} is {young}. How old is {name2}? Begin with "
         "\"The answer is\".",
     "{name} has {young} {goods} and {name2} has {times} times as many. How many do they have together? "
-        "short answer",
+        "Reply in one short sentence.",
     "{name2} has {multiple} {goods}, {times} times as many as {name}. How many does {name} have? Explain "
         "briefly.",
     "{name} read {young} pages a day for {years} days. Write the number of pages in one sentence.",

@@ -6,10 +6,22 @@ For teachers that speak the languages (Qwen3); the embedded English recipe leave
 import random
 
 from scripts.families import Family
-from scripts.families.words import CONCEPTS, FOODS, HOBBIES, JOBS, NAMES, OBJECTS, clock_time, lines, number, slots
+from scripts.families.words import (
+    CONCEPTS,
+    FOODS,
+    HOBBIES,
+    JOBS,
+    NAMES,
+    OBJECTS,
+    clock_time,
+    lines,
+    number,
+    slots,
+)
 
-# ------------------------------------------------------------------------------------------------------------- lists
-LANGUAGES = ("French", "German", "Spanish", "Italian", "Chinese", "Portuguese", "Dutch", "Japanese", "Polish", "Turkish")
+# ------------------------------------------------------------------------------------------------------ lists
+LANGUAGES = ("French", "German", "Spanish", "Italian", "Chinese", "Portuguese", "Dutch", "Japanese", "Polish",
+             "Turkish")
 
 ENGLISH = lines("""
     Where is the nearest pharmacy?
@@ -22,7 +34,7 @@ ENGLISH = lines("""
     I forgot my {object} at the hotel.
     {name} loves {hobby} but never has enough time.
     Could you speak a little more slowly, please?
-    The soup was good, but the {food} was even better.
+    The soup was good, but I liked the {food} even more.
     If it rains tomorrow, we will stay at home.
     She has lived here for {count} years and still gets lost.
     Thank you for your help, {name}!
@@ -128,7 +140,7 @@ PHRASES = lines("""
 """)
 
 
-# ----------------------------------------------------------------------------------------------------------- fillings
+# --------------------------------------------------------------------------------------------------- fillings
 _INNER = slots(name=NAMES, count=number(2, 12), time=clock_time, job=JOBS, object=OBJECTS,
                hobby=HOBBIES, food=FOODS, count_big=number(18, 90), hobby_fr=HOBBIES_FR, object_fr=OBJECTS_FR,
                thing_zh=THINGS_ZH)
@@ -144,7 +156,7 @@ def _foreign(rng: random.Random) -> dict[str, str]:
             "target": rng.choice([other for other in LANGUAGES if other != language])}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 INTO = Family("translate_into", "multilingual", (
     "Translate into {language}: {sentence}",
     "How do you say \"{sentence}\" in {language}? Only the translation.",
@@ -192,7 +204,8 @@ PHRASE = Family("words_and_phrases", "multilingual", (
     "Give the {language} for these words, separated by commas: {object}, {food}, {hobby}.",
     "Write a short greeting in {language} to {name}, who works as {a_job}.",
     "Is \"{phrase}\" polite? When would {name} say it to {a_job}? Two short sentences.",
-), slots(phrase=PHRASES, name=NAMES, hobby=HOBBIES, object=OBJECTS, language=LANGUAGES, count=number(3, 10), food=FOODS,
+), slots(phrase=PHRASES, name=NAMES, hobby=HOBBIES, object=OBJECTS, language=LANGUAGES, count=number(3, 10),
+         food=FOODS,
          job=JOBS))
 
 FAMILIES = (INTO, FROM, ANSWER_IN, NATIVE, PHRASE)

@@ -4,16 +4,28 @@ import random
 
 from scripts.families import Family
 from scripts.families.words import (
-    ANIMALS, CITIES, FOODS, HOBBIES, NAMES, OBJECTS, RELATIVES, WEEKDAYS, capital, clock_time, commas, lines, number,
+    ANIMALS,
+    CITIES,
+    FOODS,
+    HOBBIES,
+    NAMES,
+    OBJECTS,
+    RELATIVES,
+    WEEKDAYS,
+    capital,
+    clock_time,
+    commas,
+    lines,
+    number,
     slots,
 )
 
-# ------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------------------------------------------------ lists
 CASUAL = lines("""
     hey {name}, can't make it {day}, my {relative} needs the car. sorry!!
     yo {name}, u still got my {object}? need it by {day}
     no way i'm gonna finish the report by {time}, too much stuff going on
-    the {food} at that place in {city} was super bad, never again
+    didn't like the {food} at that place in {city} at all, never again
     can u send me the pics from {city}? thx
     gonna be like {minutes} min late, traffic is crazy
     hey, ur {object} is still at my place, wanna pick it up {day}?
@@ -97,7 +109,7 @@ ERRORS = lines("""
 NEGATIVE = lines("""
     This {object} is ugly and costs far too much.
     The {hobby} class on {day} was boring and a waste of time.
-    Nobody in {city} is friendly, and the {food} is awful.
+    Nobody in {city} is friendly, and I cannot stand the {food}.
     {name} is always late and never says sorry.
     I hate waiting {minutes} minutes for a bus.
     You did this wrong again. Do it over by {time}.
@@ -109,16 +121,22 @@ NEGATIVE = lines("""
     The service was slow: {minutes} minutes for {food}!
 """)
 WORDY = lines("""
-    In my own personal opinion, I really think that {hobby} is a thing that can help people to relax after a long day.
+    In my own personal opinion, I really think that {hobby} is a thing that can help people to relax \
+        after a long day.
     Due to the fact that it was raining very heavily, {name} made the decision to stay at home on {day}.
-    At this point in time, we do not have any {object}s left in the shop, but we expect to get more of them on {day}.
+    At this point in time, we do not have any {object}s left in the shop, but we expect to get more of \
+        them on {day}.
     The reason why I am writing to you is because I would like to ask whether the {object} is still for sale.
-    It is important to note that the train to {city}, which leaves at {time}, is a train that is often very full.
+    It is important to note that the train to {city}, which leaves at {time}, is a train that is often \
+        very full.
     {name} is a person who always arrives early, and this is something that everybody on the team likes.
-    There are many people in {city} who enjoy eating {food}, and they do so on almost every single day of the week.
-    I was wondering if it might perhaps be possible for you to lend me your {object} for a period of {minutes} days.
+    There are many people in {city} who enjoy eating {food}, and they do so on almost every single day \
+        of the week.
+    I was wondering if it might perhaps be possible for you to lend me your {object} for a period of \
+        {minutes} days.
     What we need to do first of all is to start by cleaning the kitchen before we begin to cook {food}.
-    My {relative}, who lives in {city}, called me on the phone at {time} in order to tell me about the new {object}.
+    My {relative}, who lives in {city}, called me on the phone at {time} in order to tell me about the \
+        new {object}.
 """)
 DIFFICULT = lines("""
     The municipality of {city} has implemented measures to mitigate traffic congestion by {minutes} percent.
@@ -152,12 +170,13 @@ notice on a door, a question, an advertisement, a children's story, a pirate's s
 """)
 
 _INNER = slots(
-    name=NAMES[:27], name2=NAMES[27:], day=WEEKDAYS, relative=RELATIVES, object=OBJECTS, time=clock_time, city=CITIES[:15],
+    name=NAMES[:27], name2=NAMES[27:], day=WEEKDAYS, relative=RELATIVES, object=OBJECTS, time=clock_time,
+    city=CITIES[:15],
     city2=CITIES[15:], food=FOODS, minutes=number(5, 95, 5), hobby=HOBBIES, animal=ANIMALS,
 )
 
 
-# ---------------------------------------------------------------------------------------------------------- sentences
+# -------------------------------------------------------------------------------------------------- sentences
 def _from(source):
     """A source of whole sentences: one entry of the list with its slots filled."""
     return lambda rng: rng.choice(source).format(**_INNER(rng))
@@ -170,12 +189,13 @@ def _event(rng: random.Random) -> dict[str, str]:
     subject = rng.choice(PLAIN_SUBJECTS).format(**words)
     target, adverbial = target.format(**words), rng.choice(ADVERBIALS).format(**words)
     clause, past_clause = rng.choice(SECOND_CLAUSES).format(**words).split("|")
+    was = "were" if target in FOODS and target.endswith("s") else "was"
     return {
         "now": capital(f"{subject} {present} {target} {adverbial}."),
         "then": capital(f"{subject} {past} {target} {adverbial}."),
         "now_long": capital(f"{subject} {present} {target} {adverbial}, and {clause}."),
         "then_long": capital(f"{subject} {past} {target} {adverbial}, and {past_clause}."),
-        "passive": capital(f"{target} {'were' if target in FOODS and target.endswith('s') else 'was'} {participle} by {subject}."),
+        "passive": capital(f"{target} {was} {participle} by {subject}."),
         "style": rng.choice(STYLES), "name": words["name"],
     }
 
@@ -188,7 +208,7 @@ def _pair(rng: random.Random) -> dict[str, str]:
             "word": rng.choice(("because", "although", "so", "when", "but", "while"))}
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 FORMALITY = Family("more_formal", "rewrite", (
     "Rewrite this message so that it is polite and professional:\n\n{casual}",
     "Make this sound formal, in one sentence: \"{casual}\"",

@@ -4,11 +4,26 @@ import random
 
 from scripts.families import Family
 from scripts.families.words import (
-    ANIMALS, CITIES, FOODS, HOBBIES, JOBS, NAMES, OBJECTS, RELATIVES, WEEKDAYS, a, capital, clock_time, commas, date,
-    lines, number, slots,
+    ANIMALS,
+    CITIES,
+    FOODS,
+    HOBBIES,
+    JOBS,
+    NAMES,
+    OBJECTS,
+    RELATIVES,
+    WEEKDAYS,
+    a,
+    capital,
+    clock_time,
+    commas,
+    date,
+    lines,
+    number,
+    slots,
 )
 
-# ------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------------------------------------------------ lists
 TEAMS = commas("""
 sales, design, support, finance, kitchen, delivery, research, garden, marketing, library, repair
 """)
@@ -47,8 +62,10 @@ DOWNSIDES = lines("""
 """)
 
 _INNER = slots(
-    name=NAMES[:27], name2=NAMES[27:], day=WEEKDAYS, day2=WEEKDAYS, date=date, time=clock_time, city=CITIES[:15],
-    city2=CITIES[15:], team=TEAMS, project=PROJECTS, building=BUILDINGS, product=PRODUCTS, hours=number(2, 12),
+    name=NAMES[:27], name2=NAMES[27:], day=WEEKDAYS, day2=WEEKDAYS, date=date, time=clock_time,
+    city=CITIES[:15],
+    city2=CITIES[15:], team=TEAMS, project=PROJECTS, building=BUILDINGS, product=PRODUCTS, hours=number(2,
+                                                                                                        12),
     degrees=number(30, 60, 10), years=number(2, 6), percent=number(5, 60, 5), money=number(15, 180, 5),
     people=number(14, 90), relative=RELATIVES, food=FOODS, hobby=HOBBIES, animal=ANIMALS, object=OBJECTS,
     job=JOBS,
@@ -83,7 +100,8 @@ EMAIL = (
         I suggest that we move the deadline to {date}.
         You do not have to do anything now, but please keep {day2} free.
     """),
-    ("", "I have attached the list.", "Lunch will be provided.", "The meeting room is booked for {hours} hours."),
+    ("", "I have attached the list.", "Lunch will be provided.",
+     "The meeting room is booked for {hours} hours."),
     ("Best, {name2}", "Thanks, {name2}", "Kind regards, {name2}"),
 )
 NOTICE = (
@@ -118,7 +136,8 @@ NEWS = (
         {a_job} from {city} has won a national prize for {hobby}.
         Heavy rain flooded several streets in {city} on {day} night.
         Bus drivers in {city} will stop work for one day on {day}.
-        A small bakery in {city} that sells {food} has become famous after a video was seen {people},000 times.
+        A small bakery in {city} that sells {food} has become famous after a video was seen {people},000 \
+            times.
     """),
     lines("""
         {name}, who lives nearby, said that nobody had expected it.
@@ -172,7 +191,8 @@ DIARY = (
     """),
 )
 MINUTES = (
-    ("Meeting of the {team} team, {date}.", "Notes, {team} team, {day} {time}.", "{project}: weekly call on {day}."),
+    ("Meeting of the {team} team, {date}.", "Notes, {team} team, {day} {time}.",
+     "{project}: weekly call on {day}."),
     lines("""
         Present: {name}, {name2} and {years} others.
         {name} was absent; {name2} took notes.
@@ -192,10 +212,12 @@ MINUTES = (
         {name2} will write to the supplier by {day2}.
         The price will go up to ${money}.
     """),
-    ("Next meeting: {date} at {time}.", "{name} will book a room for {day2}.", "Open question: who tells the customers?"),
+    ("Next meeting: {date} at {time}.", "{name} will book a room for {day2}.",
+     "Open question: who tells the customers?"),
 )
 PRODUCT = (
-    ("Our new {product} is made for people who love {hobby}.", "Meet the {product} that {people},000 customers use every day.",
+    ("Our new {product} is made for people who love {hobby}.",
+     "Meet the {product} that {people},000 customers use every day.",
      "The {product} is our answer to a simple problem: too much weight and too little space."),
     FEATURES[:5], FEATURES[5:],
     ("It costs ${money}, or ${hours}5 for members.", "The price is ${money}, and delivery to {city} is free.",
@@ -238,7 +260,8 @@ def text(grammar, rng: random.Random) -> str:
     """One clause of each step, with one set of names and places for the whole text."""
     words = _INNER(rng)
     clauses = (capital(rng.choice(step).format(**words)) for step in grammar)
-    ends = (clause if clause.endswith((".", ",", "?", "!", '"')) or clause.endswith(words["name2"]) else clause + "."
+    ends = (clause if clause.endswith((".", ",", "?", "!",
+                                       '"')) or clause.endswith(words["name2"]) else clause + "."
             for clause in clauses if clause)
     return " ".join(ends)
 
@@ -248,7 +271,7 @@ def _of(grammar, **more):
     return slots(text=lambda rng: text(grammar, rng), **more)
 
 
-# ---------------------------------------------------------------------------------------------------------- families
+# --------------------------------------------------------------------------------------------------- families
 EMAILS = Family("emails", "summarise", (
     "Summarize this email in one sentence:\n\n{text}",
     "{text}\n\nWhat does the sender want? Answer in one short sentence.",
@@ -258,7 +281,8 @@ EMAILS = Family("emails", "summarise", (
     "Summarize the following email for {reader} in one or two sentences.\n\n{text}",
     "What is the problem in this email, and what is the next step? One line each.\n\n{text}",
     "Turn this email into two short bullet points:\n{text}",
-), _of(EMAIL, reader=("my boss", "a colleague who was away", "the whole team", "a new employee", "our customer")))
+), _of(EMAIL, reader=("my boss", "a colleague who was away", "the whole team", "a new employee",
+                      "our customer")))
 
 NOTICES = Family("notices", "summarise", (
     "Summarize this notice in one sentence:\n\n{text}",
@@ -319,6 +343,7 @@ STORIES = Family("stories", "summarise", (
     "Who is the main character, and what changes for them? One sentence.\n\n{text}",
     "Write one sentence that says how the story ends.\n\n{text}",
     "Explain to {reader} what this story is about, in one sentence.\n\n{text}",
-), _of(STORY, reader=("a five-year-old", "a teacher", "my grandmother", "a librarian", "a film maker", "a busy editor")))
+), _of(STORY, reader=("a five-year-old", "a teacher", "my grandmother", "a librarian", "a film maker",
+                      "a busy editor")))
 
 FAMILIES = (EMAILS, NOTICES, NEWS_BRIEFS, DIARIES, MEETINGS, PRODUCTS_TEXT, STORIES)

@@ -9,11 +9,13 @@ Source = Sequence[str] | Callable[[random.Random], str]
 def slots(**sources: Source) -> Callable[[random.Random], Mapping[str, str]]:
     """A `fill` that takes each slot from a list, or from a function of the generator.
 
-    Each slot NAME also comes as a_NAME, with its indefinite article: {object} umbrella, {a_object} an umbrella.
+    Each slot NAME also comes as a_NAME, with its indefinite article: {object} umbrella,
+    {a_object} an umbrella.
     """
 
     def fill(rng: random.Random) -> Mapping[str, str]:
-        words = {name: source(rng) if callable(source) else rng.choice(source) for name, source in sources.items()}
+        words = {name: source(rng) if callable(source) else rng.choice(source) for name,
+                 source in sources.items()}
         return words | {f"a_{name}": a(word) for name, word in words.items()}
 
     return fill
@@ -25,8 +27,8 @@ def number(low: int, high: int, step: int = 1) -> Callable[[random.Random], str]
 
 
 def lines(text: str) -> tuple[str, ...]:
-    """One entry a line; blank lines are dropped."""
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
+    """One entry a line; a backslash continues a long one; runs of spaces count as one; no blank entries."""
+    return tuple(" ".join(line.split()) for line in text.splitlines() if line.strip())
 
 
 def commas(text: str) -> tuple[str, ...]:
@@ -39,7 +41,7 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-# ------------------------------------------------------------------------------------------------ people and places
+# ------------------------------------------------------------------------------------------ people and places
 NAMES = commas("""
 Maya, Tom, Aisha, Daniel, Priya, Lucas, Nora, Omar, Elena, Jack, Fatima, Ben, Sofia, Kenji, Grace, Ivan,
 Leila, Sam, Hannah, Diego, Ruth, Victor, Amara, Peter, Zoe, Hassan, Clara, Noah, Mei, Oscar, Anna, Felix,
@@ -75,7 +77,7 @@ a five-year-old, a ten-year-old, a curious teenager, my grandmother, a beginner,
 student, someone with no background in science, a busy manager, a tourist, a high school class
 """)
 
-# --------------------------------------------------------------------------------------------------- things and time
+# -------------------------------------------------------------------------------------------- things and time
 ANIMALS = commas("""
 cat, dog, owl, whale, zebra, penguin, rabbit, horse, turtle, bee, eagle, elephant, dolphin, frog, spider,
 bear, goat, octopus, camel, parrot, wolf, hedgehog, otter, ant, lion, swan, squirrel, crab, snail, giraffe
