@@ -14,8 +14,11 @@ an archive that stores it and a kernel that reads it. Products are taken in fp32
 Legend: n elements, b blocks, R rows, D columns.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +46,14 @@ CHUNK = 4096
 
 def check_finite(weight: Tensor, name: str = "tensor") -> None:
     """Raises ValueError with the tensor's name and the index of its first non-finite value."""
-    if weight.numel() == 0:
-        return
-    # NaN and inf survive a minimum and maximum, which need no temporaries (isfinite().all() takes six times longer)
-    low, high = torch.aminmax(weight)
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    if not _all_finite(weight):
         index = tuple((~torch.isfinite(weight)).nonzero()[0].tolist())
         raise ValueError(f"{name}{list(index)} is {weight[index].item()}: a non-finite weight cannot be quantized")
+
+
+def _all_finite(weight: Tensor) -> bool:
+    # NaN and inf survive a minimum and maximum, which need no temporaries (isfinite().all() takes six times longer)
+    return weight.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all())
 
 
 def check_scales(scales: Tensor, count: int, name: str = "tensor") -> None:
@@ -66,6 +70,28 @@ def block_count(shape) -> int:
     return -(-prod(shape) // BLOCK)
 
 
+# ---------------------------------------------------------------------------- chunks over cores
+
+
+def _each_chunk(work: Callable[[int], Any], count: int, step: int, device: torch.device) -> list:
+    """[work(0), work(step), ...] below `count`, in order; on the CPU one thread a chunk.
+
+    A chunk's ten operations take a tenth of a millisecond each. Split over threads, each would end at a barrier, and
+    where another process holds one core a barrier waits for a time slice: ten times slower than one thread, measured.
+    """
+    starts, threads = range(0, count, step), torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        return [work(first) for first in starts]
+    try:
+        if len(starts) < 2:
+            torch.set_num_threads(1)
+            return [work(first) for first in starts]
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, starts))
+    finally:
+        torch.set_num_threads(threads)  # a thread's own setting, but also the default of threads that start later
+
+
 # ---------------------------------------------------------------------------- NF4
 
 
@@ -78,12 +104,12 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     monotone: a midpoint in a lower cell is below x, one in a higher cell above it, and its own cell's is compared.
     `torch.bucketize` gives the same codes (a test says so) at 17 ns an element instead of 2.
     """
-    levels = torch.tensor(LEVELS)
+    levels = torch.tensor(LEVELS, device="cpu")
     midpoints = (levels[1:] + levels[:-1]) / 2  # [15]; a value on a midpoint takes the lower code, as in bitsandbytes
     home = _cell(midpoints)
-    cells = torch.arange(129)
+    cells = torch.arange(129, device="cpu")
     low = (home[None, :] < cells[:, None]).sum(1).to(torch.int32)
-    split = torch.full((129,), torch.inf)
+    split = torch.full((129,), torch.inf, device="cpu")
     split[home] = midpoints
     return levels.to(device), low.to(device), split.to(device)
 
@@ -105,17 +131,18 @@ def _nearest(blocks: Tensor, scales: Tensor) -> Tensor:
     return _codes((blocks * (1.0 / scales.float())[:, None]).clamp_(-1, 1))
 
 
-def _blocks(weight: Tensor):
-    """Yields (first block, [b, 64] fp32) pieces of the flattened tensor; a short last block is filled with zeros.
-
-    `reshape` copies a strided view in logical order, so memory order and whatever lies behind a view never matter.
-    """
+def _blocks_of(weight: Tensor, name: str) -> Callable[[int], Tensor]:
+    """first -> [b, 64] fp32: up to CHUNK blocks of the flattened tensor, a short last one filled with zeros; finite."""
+    # `reshape` copies a strided view in logical order: memory order, and what lies behind a view, never matter
     flat = weight.detach().reshape(-1)
-    for first in range(0, block_count(flat.shape), CHUNK):
+
+    def blocks(first: int) -> Tensor:
         piece = flat[first * BLOCK : (first + CHUNK) * BLOCK].float()
-        if rest := -piece.numel() % BLOCK:
-            piece = F.pad(piece, (0, rest))
-        yield first, piece.view(-1, BLOCK)
+        if not _all_finite(piece):
+            check_finite(weight, name)  # raises, with the index
+        return F.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
+
+    return blocks
 
 
 @torch.no_grad()
@@ -128,11 +155,12 @@ def nf4_scales(weight: Tensor, search: bool = True, moments: Tensor | None = Non
     error sum m (w - s c)^2 stays: never worse than absmax. `moments` [D]: mean square of each input column.
     A block of zeros gets scale 1. ValueError: non-finite weight, non-zero block too small for a normal bf16.
     """
-    check_finite(weight, name)
     if moments is not None and moments.shape != weight.shape[-1:]:
         raise ValueError(f"{name}: moments are {list(moments.shape)}, expected [{weight.shape[-1]}], one a column")
-    found = []
-    for first, blocks in _blocks(weight):
+    blocks_from = _blocks_of(weight, name)
+
+    def work(first: int) -> Tensor:
+        blocks = blocks_from(first)
         absmax = blocks.abs().amax(1)  # [b]
         tiny = (absmax > 0) & (absmax < MIN_SCALE)
         if bool(tiny.any()):
@@ -145,7 +173,9 @@ def nf4_scales(weight: Tensor, search: bool = True, moments: Tensor | None = Non
         scales = torch.where(absmax > 0, (absmax.view(torch.int32) & -65536).view(torch.float32), 1.0)
         if search:
             scales = _search(blocks, scales, _block_moments(moments, first, blocks))
-        found.append(scales.bfloat16())
+        return scales.bfloat16()
+
+    found = _each_chunk(work, block_count(weight.shape), CHUNK, weight.device)
     return torch.cat(found) if found else torch.empty(0, dtype=torch.bfloat16, device=weight.device)
 
 
@@ -208,13 +238,14 @@ def nf4_quantize(weight: Tensor, scales: Tensor, name: str = "tensor") -> Tensor
 
     ValueError: non-finite weight, or scales that are not [b] bf16, finite, positive and normal.
     """
-    check_finite(weight, name)
     check_scales(scales, block_count(weight.shape), name)
-    size = weight.numel()
-    packed = []
-    for first, blocks in _blocks(weight):
-        codes = _nearest(blocks, scales[first : first + CHUNK]).to(torch.uint8).view(-1)
-        packed.append((codes[0::2] << 4) | codes[1::2])
+    size, blocks_from = weight.numel(), _blocks_of(weight, name)
+
+    def work(first: int) -> Tensor:
+        codes = _nearest(blocks_from(first), scales[first : first + CHUNK]).to(torch.uint8).view(-1)
+        return (codes[0::2] << 4) | codes[1::2]
+
+    packed = _each_chunk(work, scales.numel(), CHUNK, weight.device)
     if not packed:
         return torch.empty(0, dtype=torch.uint8, device=weight.device)
     out = torch.cat(packed)[: -(-size // 2)]
@@ -231,7 +262,8 @@ def nf4_dequantize(codes: Tensor, scales: Tensor, shape) -> Tensor:
     assert scales.dtype == torch.bfloat16 and scales.shape == (block_count(shape),), (scales.dtype, scales.shape)
     levels = _tables(codes.device)[0]
     out = torch.empty(size, dtype=torch.float32, device=codes.device)
-    for first in range(0, scales.numel(), CHUNK):
+
+    def work(first: int) -> None:
         piece = codes[first * BLOCK // 2 : (first + CHUNK) * BLOCK // 2]
         both = torch.stack((piece >> 4, piece & 0xF), 1).view(-1).int()
         target = out[first * BLOCK : (first + CHUNK) * BLOCK]
@@ -241,6 +273,8 @@ def nf4_dequantize(codes: Tensor, scales: Tensor, shape) -> Tensor:
             torch.mul(value.view(-1, BLOCK), scale[:, None], out=target.view(-1, BLOCK))
         else:  # the tensor's end, with a short block
             torch.mul(value, scale.repeat_interleave(BLOCK)[: target.numel()], out=target)
+
+    _each_chunk(work, scales.numel(), CHUNK, codes.device)
     return out.view(tuple(shape))
 
 
@@ -251,34 +285,44 @@ def fake_quant_nf4(weight: Tensor, scales: Tensor, name: str = "tensor") -> Tens
     No gradient flows through it; a trainer writes `weight + (fake_quant_nf4(weight, scales) - weight).detach()`,
     or better a function whose backward is the identity, which does not round the sum.
     """
-    check_finite(weight, name)
     check_scales(scales, block_count(weight.shape), name)
     levels = _tables(weight.device)[0]
     out = torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
-    for first, blocks in _blocks(weight):
-        scale = scales[first : first + CHUNK]
+    blocks_from = _blocks_of(weight, name)
+
+    def work(first: int) -> None:
+        blocks, scale = blocks_from(first), scales[first : first + CHUNK]
         value = levels.index_select(0, _nearest(blocks, scale).view(-1)).view_as(blocks) * scale.float()[:, None]
         target = out[first * BLOCK : (first + CHUNK) * BLOCK]
         target.copy_(value.view(-1)[: target.numel()])
+
+    _each_chunk(work, scales.numel(), CHUNK, weight.device)
     return out.view(weight.shape)
 
 
 # ---------------------------------------------------------------------------- INT8 per row
 
 
-def _row_chunks(weight: Tensor):
-    rows = max(1, CHUNK * BLOCK // max(1, weight.shape[1]))
-    for first in range(0, weight.shape[0], rows):
-        yield slice(first, first + rows), weight[first : first + rows].detach().float()
+def _each_rows(work: Callable[[slice, Tensor], Any], weight: Tensor, name: str) -> list:
+    """[work(slice, rows [r, D] fp32)] over the matrix, about CHUNK blocks' worth of elements at once; finite."""
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: INT8 is per row of a matrix, the shape is {list(weight.shape)}")
+    step = max(1, CHUNK * BLOCK // max(1, weight.shape[1]))
+
+    def chunk(first: int) -> Any:
+        at = slice(first, first + step)
+        rows = weight[at].detach().float()
+        if not _all_finite(rows):
+            check_finite(weight, name)  # raises, with the index
+        return work(at, rows)
+
+    return _each_chunk(chunk, weight.shape[0], step, weight.device)
 
 
 @torch.no_grad()
 def int8_scales(weight: Tensor, name: str = "tensor") -> Tensor:
     """absmax / 127 of each row, rounded to bf16 -> [R]; a row of zeros gets 1. ValueError as for NF4."""
-    if weight.dim() != 2:
-        raise ValueError(f"{name}: INT8 is per row of a matrix, the shape is {list(weight.shape)}")
-    check_finite(weight, name)
-    absmax = torch.cat([rows.abs().amax(1) for _, rows in _row_chunks(weight)])
+    absmax = torch.cat(_each_rows(lambda _, rows: rows.abs().amax(1), weight, name))
     scales = torch.where(absmax > 0, absmax / 127, 1.0).bfloat16()
     check_scales(scales, weight.shape[0], name)
     return scales
@@ -292,11 +336,9 @@ def _int8_codes(rows: Tensor, scales: Tensor) -> Tensor:
 @torch.no_grad()
 def int8_quantize(weight: Tensor, scales: Tensor, name: str = "tensor") -> Tensor:
     """[R, D] -> int8 [R, D], round half to even, clamped to -127..127."""
-    check_finite(weight, name)
     check_scales(scales, weight.shape[0], name)
     out = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    for at, rows in _row_chunks(weight):
-        out[at] = _int8_codes(rows, scales[at]).to(torch.int8)
+    _each_rows(lambda at, rows: out[at].copy_(_int8_codes(rows, scales[at])), weight, name)
     return out
 
 
@@ -310,11 +352,13 @@ def int8_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def fake_quant_int8(weight: Tensor, scales: Tensor | None = None, name: str = "tensor") -> Tensor:
     """fp32 [R, D], bit-equal to int8_dequantize(int8_quantize(...)); `scales` default to those of the rows now."""
     scales = int8_scales(weight, name) if scales is None else scales
-    check_finite(weight, name)
     check_scales(scales, weight.shape[0], name)
     out = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    for at, rows in _row_chunks(weight):
+
+    def work(at: slice, rows: Tensor) -> None:
         torch.mul(_int8_codes(rows, scales[at]), scales[at].float()[:, None], out=out[at])
+
+    _each_rows(work, weight, name)
     return out
 
 

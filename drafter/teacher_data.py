@@ -150,6 +150,19 @@ class ShardWriter:
         self.pending = []
 
 
+def keep_only(folder: str | Path, name: str, ids: set[str]) -> int:
+    """Drop rows whose prompt is no longer asked for (an edited recipe), keep the others' answers; returns how many."""
+    dropped = 0
+    for path in shard_paths(folder, name):
+        table = pq.read_table(path)
+        kept = [row in ids for row in table["id"].to_pylist()]
+        dropped += len(kept) - sum(kept)
+        if not all(kept):
+            with atomic_write(path) as file:  # a shard may become empty: its number is still taken
+                pq.write_table(table.filter(pa.array(kept, pa.bool_())), file, compression="zstd")
+    return dropped
+
+
 def refuse_difference(path: str | Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
     """ValueError when two settings differ, with each differing field and both values."""
     keys = sorted({*found, *expected})

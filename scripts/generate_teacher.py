@@ -20,7 +20,7 @@ from drafter.console import progress_bar, run_command
 from drafter.corpus import read_prompts
 from drafter.provenance import code_hash, read_json, sha256_file, write_json
 from drafter.recipe import Recipe, load_recipe, recipe_names
-from drafter.teacher_data import ShardWriter, TeacherRow, loop_start, read_metadata, read_shards, shard_paths
+from drafter.teacher_data import ShardWriter, TeacherRow, keep_only, loop_start, read_metadata, read_shards, shard_paths
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
@@ -136,6 +136,10 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
     if several:
         raise ValueError(f"{len(several)} prompts ask for regenerated history, which is not built yet; use first_turn")
     total = sum(map(len, rows.values()))
+    for pool in prompt_files:
+        dropped = keep_only(recipe.cache_dir / "teacher", pool.stem, {row["id"] for row in rows[pool]})
+        if dropped:
+            print(f"{pool.stem}: {dropped} answers dropped, their prompts are no longer in {pool.name}")
     done = {
         pool: ShardWriter(recipe.cache_dir / "teacher", pool.stem, settings.top_k, metadata).done for pool in prompt_files
     }

@@ -122,6 +122,14 @@ def test_chunks_meet_without_a_seam(monkeypatch):
     assert torch.equal(q.nf4_scales(weight), scales) and torch.equal(q.nf4_quantize(weight, scales), codes)
     assert torch.equal(q.nf4_dequantize(codes, scales, (50, 100)), q.fake_quant_nf4(weight, scales))
     assert torch.equal(q.int8_quantize(weight, table), rows)
+    torch.set_num_threads(2)
+    assert torch.equal(q.nf4_scales(weight), scales) and torch.equal(q.nf4_quantize(weight, scales), codes)
+    assert torch.equal(q.nf4_dequantize(codes, scales, (50, 100)), q.fake_quant_nf4(weight, scales))
+    weight[49, 99] = 1e-39
+    weight[49, 35:99] = 0
+    with pytest.raises(ValueError, match="block 78 has absmax"):
+        q.nf4_scales(weight)
+    assert torch.get_num_threads() == 2
 
 
 @settings(max_examples=30, deadline=None)

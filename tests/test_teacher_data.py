@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from drafter.teacher_data import ShardWriter, TeacherRow, loop_start, read_metadata, read_shards, shard_paths
+from drafter.teacher_data import ShardWriter, TeacherRow, keep_only, loop_start, read_metadata, read_shards, shard_paths
 
 SETTINGS = {"teacher": "t", "chat": {"thinking": "off"}, "nothing": None}
 
@@ -82,6 +82,21 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     other.flush()
     with pytest.raises(ValueError, match="teacher: 'u' there, 't' now"):
         read_shards([*shard_paths(tmp_path, "pool"), *shard_paths(tmp_path, "other")])
+
+
+def test_answers_of_prompts_that_are_gone_are_dropped_and_the_rest_kept(tmp_path):
+    """After an edit of the recipe, shards kept rows that no prompt file named any more, and training used them."""
+    writer = ShardWriter(tmp_path, "pool", 4, SETTINGS, rows_per_shard=2)
+    for row in rows(5):
+        writer.add(row)
+    writer.flush()
+    assert keep_only(tmp_path, "pool", {"id0", "id4"}) == 3 and keep_only(tmp_path, "pool", {"id0", "id4"}) == 0
+    again = ShardWriter(tmp_path, "pool", 4, SETTINGS)
+    assert again.done == {"id0", "id4"}
+    again.add(rows(5)[2])
+    again.flush()
+    back = {row.id: row for row in read_shards(shard_paths(tmp_path, "pool"))}
+    assert all(same(back[f"id{at}"], rows(5)[at]) for at in (0, 2, 4)) and len(back) == 3
 
 
 def test_pools_do_not_mix_by_prefix(tmp_path):

@@ -22,7 +22,7 @@ garden, room, field, carpet, poster, playground, wall, parking lot, blanket, tab
 """)
 VEHICLES = commas("train, bus, car, truck, tram, taxi, van, motorcycle")
 EVENTS = commas("""
-film, lesson, meeting, concert, flight, football match, show, exam, hike, play, bus ride, workshop, nap, tour,
+film, lesson, meeting, concert, flight, football match, show, test, hike, play, bus ride, workshop, nap, tour,
 party
 """)
 SAMPLES = commas("""
