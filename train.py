@@ -22,6 +22,7 @@ Dims: B rows, T tokens, N supervised positions, D hidden, V existing ids.
 import argparse
 import dataclasses
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -32,6 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafter.adapter import Adapter
+from drafter.checkpoint import Checkpoint as WeightsFile
 from drafter.console import progress_bar, run_command
 from drafter.decoding import load_causal_lm, neutral_generation_config
 from drafter.losses import LossSums, distillation_loss
@@ -73,7 +75,9 @@ def check_parent(run: RunDocument, phase: Phase) -> str:
     logged = run.finished(folder.name)
     command = "python -m scripts.prune_layers" if folder.name == "student" else f"python train.py --phase {folder.name}"
     if logged is None:
-        raise ValueError(f"phase {phase.name} starts from {folder.name}, which is missing: {command} --recipe {run.recipe.name}")
+        raise ValueError(
+            f"phase {phase.name} starts from {folder.name}, which is missing: {command} --recipe {run.recipe.name}"
+        )
     found = sha256_file(folder / "model.safetensors")
     if found != logged["checkpoint_sha256"]:
         raise ValueError(
@@ -181,7 +185,7 @@ class Trainer:
                 seen = self.progress.tokens
                 sums = self.step(self.plan[self.progress.step])
                 loss = sums.total(self.phase.loss)
-                if not loss == loss or loss in (float("inf"), float("-inf")):
+                if not math.isfinite(loss):
                     raise ValueError(f"{self.phase.name}: the loss is {loss} at step {self.progress.step}; lower lr")
                 if self.progress.first_loss is None:
                     self.progress.first_loss = loss
@@ -233,7 +237,9 @@ class Checkpoint:
         with safe_open(self.path, framework="pt") as file:
             metadata = file.metadata()
         if metadata["key"] != self.key:
-            raise ValueError(f"{self.path} was made with another recipe or other data; start the phase without --resume")
+            raise ValueError(
+                f"{self.path} was made with another recipe or other data; start the phase without --resume"
+            )
         tensors = load_file(self.path, device=trainer.device)
         trainer.progress = Progress(**json.loads(metadata["progress"]))
         for number, parameter in enumerate(trainer.weights.trainable()):
@@ -369,10 +375,10 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
 def estimate(recipe: Recipe, phase: Phase) -> dict:
     """Steps, tokens and memory of a phase, from the declaration and the base's config where it is on disk."""
     report = {"phase": phase.name, "tokens": phase.tokens, "steps_at_most": -(-phase.tokens // phase.tokens_per_step)}
-    config_path = recipe.run_dir / "student" / "config.json"
-    if config_path.exists():
-        with safe_open(config_path.with_name("model.safetensors"), framework="pt") as file:
-            parameters = sum(file.get_slice(name).get_shape()[0] * (file.get_slice(name).get_shape() + [1])[1] for name in file.keys())
+    student = recipe.run_dir / "student"
+    if (student / "model.safetensors").exists():
+        checkpoint = WeightsFile(student)
+        parameters = sum(math.prod(checkpoint.shape(name)) for name in checkpoint)
         trained = parameters if phase.name != "adapter" else 0
         # compute weights and gradients (2 bytes each), fp32 master, gradient and two moments (4 each)
         report["weights_memory_bytes"] = parameters * 2 + trained * (2 + 16)
@@ -386,7 +392,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument("--phase", required=True, choices=(*PHASES, "all"), help="one phase, or all that are not done")
     parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a run that was cut off")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint of a run that was cut off"
+    )
     parser.add_argument("--dry-run", action="store_true", help="steps, tokens, memory and hours; nothing is trained")
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))

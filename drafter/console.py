@@ -1,6 +1,7 @@
 """What every command line here shares: quiet libraries, progress bars, errors of one line."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,11 @@ def quiet_libraries() -> None:
 
 
 def run_command(body: Callable[[], Any]) -> int:
-    """Run a step; a fault of its input (ValueError, OSError) is one line on stderr and exit status 1, no traceback."""
+    """Run a step; a fault of its input (ValueError, OSError) is one line on stderr and exit status 1, no traceback.
+
+    SIGTERM ends it like Ctrl-C does: `finally` blocks run, so that work already done is kept.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         quiet_libraries()
         body()

@@ -42,7 +42,9 @@ class Targets:
     tail: torch.Tensor  # fp32 [N], mass of all other ids
 
     @classmethod
-    def from_logprobs(cls, topk_ids: torch.Tensor, topk_logprobs: torch.Tensor, tail_logprob: torch.Tensor) -> "Targets":
+    def from_logprobs(
+        cls, topk_ids: torch.Tensor, topk_logprobs: torch.Tensor, tail_logprob: torch.Tensor
+    ) -> "Targets":
         """From shard columns; the mass is made to add up to 1 again after the cast of the log-probabilities to fp16."""
         probabilities, tail = topk_logprobs.float().exp(), tail_logprob.float().exp()
         total = probabilities.sum(-1) + tail

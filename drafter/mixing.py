@@ -109,7 +109,9 @@ def collate(rows: Sequence[TeacherRow], device: torch.device | str = "cpu") -> B
         ids[at, :prompt] = row.prompt_ids
         ids[at, prompt:tokens] = row.continuation_ids[:-1]
         supervised.append(np.arange(at * width + prompt - 1, at * width + tokens))
-    columns = [np.concatenate([getattr(row, name) for row in rows]) for name in ("topk_ids", "topk_logprobs", "tail_logprob")]
+    columns = [
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("topk_ids", "topk_logprobs", "tail_logprob")
+    ]
     return Batch(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(supervised)).to(device),

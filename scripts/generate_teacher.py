@@ -76,11 +76,13 @@ def answer(recipe: Recipe, pool: Path, rows: list[dict], model, chat: Chat, meta
         bar.set_postfix_str(f"{pool.stem}, {rate:.0f} tokens/s", refresh=False)
 
     started_s = time.perf_counter()
-    greedy_decode(
-        model, prompts, settings.max_new_tokens, stop_ids=chat.stop_ids, num_ids=chat.num_ids,
-        batch_size=settings.batch_size, top_k=settings.top_k, on_finish=save, progress=count_tokens,
-    )  # fmt: skip
-    writer.flush()
+    try:
+        greedy_decode(
+            model, prompts, settings.max_new_tokens, stop_ids=chat.stop_ids, num_ids=chat.num_ids,
+            batch_size=settings.batch_size, top_k=settings.top_k, on_finish=save, progress=count_tokens,
+        )  # fmt: skip
+    finally:
+        writer.flush()  # a run that is stopped keeps every row that had ended
     return {**counts, "elapsed_s": time.perf_counter() - started_s}
 
 
@@ -116,6 +118,7 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
 def generate(recipe: Recipe, device: str = "auto") -> dict:
     """Answer whatever is not answered yet. ValueError names the step that is missing."""
     import torch
+
     from drafter.decoding import load_causal_lm
 
     teacher = recipe.cache_dir / "models" / "teacher"
@@ -123,7 +126,9 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
         raise ValueError(f"no teacher in {teacher}: python -m scripts.download_models --recipe {recipe.name}")
     prompt_files = pools(recipe)
     if not prompt_files:
-        raise ValueError(f"no prompts: python -m scripts.prepare_selection --recipe {recipe.name}, then the prepare steps")
+        raise ValueError(
+            f"no prompts: python -m scripts.prepare_selection --recipe {recipe.name}, then the prepare steps"
+        )
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = recipe.generation
@@ -141,7 +146,8 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
         if dropped:
             print(f"{pool.stem}: {dropped} answers dropped, their prompts are no longer in {pool.name}")
     done = {
-        pool: ShardWriter(recipe.cache_dir / "teacher", pool.stem, settings.top_k, metadata).done for pool in prompt_files
+        pool: ShardWriter(recipe.cache_dir / "teacher", pool.stem, settings.top_k, metadata).done
+        for pool in prompt_files
     }
     missing = {pool: sum(row["id"] not in done[pool] for row in rows[pool]) for pool in prompt_files}
     started_s, made = time.perf_counter(), Counter()
@@ -153,7 +159,8 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
                     made.update(answer(recipe, pool, rows[pool], model, chat, metadata, bar))
     report = summary(recipe, time.perf_counter() - started_s, made)
     return {
-        "rows": total, "made": made["rows"], "generated_tokens": made["generated_tokens"], "loops_cut": made["loops_cut"],
+        "rows": total, "made": made["rows"], "loops_cut": made["loops_cut"],
+        "generated_tokens": made["generated_tokens"],
         "tokens_per_s": round(made["generated_tokens"] / made["elapsed_s"], 1) if made["rows"] else None,
         "stopped_share": {name: pool["stopped_share"] for name, pool in report["pools"].items()},
     }  # fmt: skip

@@ -84,7 +84,9 @@ def choose_layers(recipe: Recipe, base: Path) -> tuple[tuple[int, ...], dict]:
 
     path = recipe.cache_dir / "prompts" / "distill.data.jsonl"
     if not path.exists():
-        raise ValueError(f"the angular rule measures on train prompts: python -m scripts.prepare_data --recipe {recipe.name}")
+        raise ValueError(
+            f"the angular rule measures on train prompts: python -m scripts.prepare_data --recipe {recipe.name}"
+        )
     chat = Chat.load(base, thinking=recipe.chat.thinking, stop_ids=recipe.base.stop_ids, num_ids=recipe.base.num_ids)
     prompts = [chat.render(row["messages"]) for row in read_prompts(path)[:PROBE_PROMPTS]]
     distances = angular_distances(load_causal_lm(base), prompts, total - rule.count)
@@ -97,8 +99,13 @@ def prune(recipe: Recipe) -> dict:
     done = run.finished("student")
     folder = recipe.run_dir / "student"
     if done is not None:
-        if not (folder / "model.safetensors").exists() or sha256_file(folder / "model.safetensors") != done["checkpoint_sha256"]:
-            raise RecipeError(f"{folder} is not the student that phase_log names. Move runs/{recipe.name} away to start anew.")
+        if (
+            not (folder / "model.safetensors").exists()
+            or sha256_file(folder / "model.safetensors") != done["checkpoint_sha256"]
+        ):
+            raise RecipeError(
+                f"{folder} is not the student that phase_log names. Move runs/{recipe.name} away to start anew."
+            )
         return {"keep": done["keep"], "made": False}
     from torch import nn
 
@@ -150,7 +157,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
-    parser.add_argument("--dry-run", action="store_true", help="say which rule would choose how many layers; nothing written")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say which rule would choose how many layers; nothing written"
+    )
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))
 

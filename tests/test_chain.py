@@ -92,6 +92,7 @@ def test_tau_by_teacher_forcing_is_tau_by_replay_of_the_served_engine(chain):
     engine, rows = DraftEngine(loaded), development(chain)
     result = evaluate_model(loaded.model, rows, num_ids=loaded.num_ids)
     for k in (4, 16):
+
         def draft(prefixes, k=k):
             return [one.tokens for one in engine.draft([DraftRequest(prefix, k) for prefix in prefixes])]
 
@@ -135,4 +136,6 @@ def test_a_changed_byte_in_any_file_of_the_model_is_refused(chain, tmp_path):
             load_model(folder)
         assert name in str(caught.value)
         if name != "manifest.json":
-            assert sha256_file(folder / name) in str(caught.value) and sha256_file(chain.model_dir / name) in str(caught.value)
+            assert sha256_file(folder / name) in str(caught.value) and sha256_file(chain.model_dir / name) in str(
+                caught.value
+            )

@@ -71,7 +71,14 @@ def test_a_row_that_ended_is_frozen_whatever_shares_its_batch(model):
 def test_a_vendors_generation_file_has_no_say(model, tmp_path, capfd):
     """GEN-3: temperature, penalties and a total length of 20 from a shipped file acted on greedy decoding."""
     model.save_pretrained(tmp_path)
-    vendor = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.3, "max_length": 20}
+    vendor = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.3,
+        "max_length": 20,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(vendor))
     capfd.readouterr()
     loaded = load_causal_lm(tmp_path, torch.float32)
@@ -101,7 +108,7 @@ def test_top_k_equals_a_full_log_softmax(model):
 
 
 def test_ties_of_a_bf16_product_are_decided_in_fp32():
-    """Logits near 20 are rounded to steps of 0.125 in bf16; two ids then shared the first place and the kernel chose."""
+    """Logits near 20 are rounded to steps of 0.125 in bf16; two ids shared the first place and the kernel chose."""
     torch.manual_seed(1)
     hidden, head = torch.randn(64, 48).bfloat16(), torch.randn(500, 48).bfloat16()
     exact = (hidden.double() @ head.double().T).argmax(-1)
@@ -120,7 +127,10 @@ def test_rows_are_reported_as_they_end_and_tokens_counted(model):
     assert [row.index for row in rows] == list(range(9))
 
 
-@pytest.mark.parametrize(("prompt", "limit", "match"), [([], 4, "is empty"), ([IDS], 4, "outside"), ([-1], 4, "outside"), ([1], 0, "at least 1")])
+@pytest.mark.parametrize(
+    ("prompt", "limit", "match"),
+    [([], 4, "is empty"), ([IDS], 4, "outside"), ([-1], 4, "outside"), ([1], 0, "at least 1")],
+)
 def test_bad_input_is_refused_before_the_model_runs(model, prompt, limit, match):
     with pytest.raises(ValueError, match=match):
         greedy_decode(model, [[1], prompt], [4, limit], stop_ids=[], num_ids=IDS)

@@ -41,7 +41,9 @@ def test_loss_and_gradients_equal_autograd(terms, monkeypatch):
     ours = distillation_loss(hidden, head, targets, w, sums)
     expected = reference(hidden, head, targets, w)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(ours, (hidden, head)), torch.autograd.grad(expected, (hidden, head)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, head)), torch.autograd.grad(expected, (hidden, head)), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert sums.positions == 9 and math.isclose(sums.total(w) * 9, expected.item(), rel_tol=1e-5)
 
@@ -66,7 +68,9 @@ def test_impossible_ids_change_nothing():
     w = weights(0.6, 0.3, 0.1)
     before = distillation_loss(hidden, head, targets, w, LossSums())
     lifted = torch.cat([hidden, torch.ones(9, 1)], 1)
-    wide = torch.cat([torch.cat([head, torch.zeros(50, 1)], 1), torch.cat([torch.zeros(50, 16), torch.full((50, 1), -1e4)], 1)])
+    wide = torch.cat(
+        [torch.cat([head, torch.zeros(50, 1)], 1), torch.cat([torch.zeros(50, 16), torch.full((50, 1), -1e4)], 1)]
+    )
     after = distillation_loss(lifted, wide, targets, w, LossSums())
     torch.testing.assert_close(before, after)
 

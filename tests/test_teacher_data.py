@@ -26,7 +26,8 @@ def same(a, b):
     plain = ("id", "source", "category", "family", "split", "prompt_ids", "continuation_ids", "finish_reason")
     arrays = ("topk_ids", "topk_logprobs", "tail_logprob")
     return all(getattr(a, name) == getattr(b, name) for name in plain) and all(
-        getattr(a, name).dtype == getattr(b, name).dtype and (getattr(a, name) == getattr(b, name)).all() for name in arrays
+        getattr(a, name).dtype == getattr(b, name).dtype and (getattr(a, name) == getattr(b, name)).all()
+        for name in arrays
     )
 
 
@@ -50,9 +51,9 @@ def test_schema_is_the_declared_one(tmp_path):
         "id", "source", "category", "family", "split", "prompt_ids", "continuation_ids", "finish_reason",
         "topk_ids", "topk_logprobs", "tail_logprob",
     ]  # fmt: skip
-    assert str(schema.field("topk_ids").type) == "list<element: fixed_size_list<element: int32>[4]>".replace("element", "item") or (
-        schema.field("topk_ids").type.value_type.list_size == 4
-    )
+    assert str(schema.field("topk_ids").type) == "list<element: fixed_size_list<element: int32>[4]>".replace(
+        "element", "item"
+    ) or (schema.field("topk_ids").type.value_type.list_size == 4)
 
 
 def test_resume_goes_by_id_not_by_count(tmp_path):

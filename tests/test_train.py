@@ -32,7 +32,9 @@ def copy(chain, tmp_path, monkeypatch):
 
 def gradients(trainer: train.Trainer, rows: list[TeacherRow], micro_batch_tokens: int) -> list[torch.Tensor]:
     """Of the step's mean loss, in fp32, without the update."""
-    settings = trainer.recipe.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9})
+    settings = trainer.recipe.trainer.model_copy(
+        update={"micro_batch_tokens": micro_batch_tokens, "max_grad_norm": 1e9}
+    )
     trainer.recipe = trainer.recipe.model_copy(update={"trainer": settings})
     found = []
     trainer.optimizer.step = lambda: found.extend(p.grad.clone() for p in trainer.weights.trainable())
@@ -45,9 +47,7 @@ def test_gradients_do_not_depend_on_the_cut_into_micro_batches(copy, phase, monk
     """TRN-1: a mean per micro-batch, averaged again, weighs a token of a short row more. 1, 7, 30 and 100 targets."""
     monkeypatch.setattr(train, "parent_folder", lambda recipe, phase: recipe.run_dir / "student")
     rows = [row(str(n), range(5), [at % 250 for at in range(n)], k=8) for n in (1, 7, 30, 100)]
-    together, apart = (
-        gradients(train.Trainer(copy, copy.phase(phase), "cpu"), rows, tokens) for tokens in (10_000, 1)
-    )
+    together, apart = (gradients(train.Trainer(copy, copy.phase(phase), "cpu"), rows, tokens) for tokens in (10_000, 1))
     scale = max(float(g.abs().max()) for g in together)
     assert scale > 1e-3 and len(together) == len(apart)
     for a, b in zip(together, apart, strict=True):
@@ -83,7 +83,9 @@ def test_resume_is_exact(copy, monkeypatch):
 
     cut = train.Trainer(copy, phase, "cpu")
     whole, cut.plan = cut.plan, cut.plan[:2]
-    monkeypatch.setattr(train, "learning_rate", lambda phase, step, steps, rate=train.learning_rate: rate(phase, step, 4))
+    monkeypatch.setattr(
+        train, "learning_rate", lambda phase, step, steps, rate=train.learning_rate: rate(phase, step, 4)
+    )
     cut.run(checkpoint)
     cut.plan = whole
     checkpoint.save(cut)
