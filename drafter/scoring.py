@@ -20,6 +20,7 @@ import torch
 from drafter import acceptance
 from drafter.acceptance import RoundCounts
 from drafter.copy_policy import NgramIndex
+from drafter.decoding import top_logits
 
 DRAFT_LENGTHS = (4, 8, 16)
 NOVELTY = ("seen", "new_skeletons", "new_families")
@@ -101,15 +102,13 @@ def _forward(model: Any, rows: Sequence[Any], num_ids: int, head_rows: int, with
         targets.append(torch.tensor(list(row.continuation_ids)))
     hidden = model.model(input_ids=ids.to(device), use_cache=False).last_hidden_state  # [B, T, D]
     hidden = hidden.flatten(0, 1)[torch.cat(supervised).to(device)]  # [S, D]
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings().weight[:num_ids]  # [V, D]
     right, gaps = [], []
     for chunk, target in zip(hidden.split(head_rows), torch.cat(targets).to(device).split(head_rows), strict=True):
-        logits = head(chunk)[:, :num_ids]  # through the module: it may be fake-quantized or adapted
-        # max, not argmax: the same first index of the largest value, five times faster in bf16 on the CPU
-        right.append(logits.max(-1).indices == target)
+        values, best = top_logits(chunk, head, 2)  # ties are decided as the drafting loop decides them
+        right.append(best[:, 0] == target)
         if with_gaps:
-            two = logits.float().topk(2, -1).values
-            gaps.append(two[:, 0] - two[:, 1])
+            gaps.append(values[:, 0] - values[:, 1])
     sizes = [len(row.continuation_ids) for row in rows]
     bits = [part.numpy() for part in torch.cat(right).cpu().split(sizes)]
     return bits, [part.numpy() for part in torch.cat(gaps).cpu().split(sizes)] if with_gaps else [None] * len(rows)

@@ -125,10 +125,10 @@ def test_padding_rows_of_the_table_never_win(teacher, rows):
     largest must not change a bit."""
     rigged = tiny_model(0)
     with torch.no_grad():
-        rigged.lm_head = torch.nn.Linear(32, VOCAB, bias=True)
+        rigged.lm_head = torch.nn.Linear(32, VOCAB, bias=False)  # untied: the inputs stay as they are
         rigged.lm_head.weight.copy_(teacher.lm_head.weight)
-        rigged.lm_head.bias.zero_()
-        rigged.lm_head.bias[NUM_IDS:] = 1e4
+        rigged.lm_head.weight[NUM_IDS::2] = 1e4  # of two opposite rows one always has the largest logit
+        rigged.lm_head.weight[NUM_IDS + 1 :: 2] = -1e4
     ours = scoring.score_model(rigged, rows, num_ids=NUM_IDS)
     plain = scoring.score_model(teacher, rows, num_ids=NUM_IDS)
     assert [s.runs.tolist() for s in ours] == [s.runs.tolist() for s in plain]
