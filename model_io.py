@@ -131,9 +131,11 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
     assert not leftover, leftover
     # Nothing of a vendor's generation file can act: there is none in an archive, and what transformers derives
     # from the config is replaced.
+    from drafter.attention import use_grouped_attention
     from drafter.decoding import neutral_generation_config
 
     model.generation_config = neutral_generation_config(archive.generation["stop_ids"])
+    use_grouped_attention(model)
     settings = {key: archive.generation[key] for key in ("thinking", "stop_ids", "num_ids")}
     try:
         chat = Chat.load(archive.path, **settings)

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Cache, GenerationConfig, PreTrainedModel
 
+from drafter.attention import use_grouped_attention
+
 # Prefill runs at GEMM speed per token and decoding does not, so a few empty slots cost less than many small
 # prefills: rows enter once an eighth of the batch is free.
 REFILL_SHARE = 8
@@ -63,7 +65,7 @@ def load_causal_lm(
         raise ValueError(f"{folder} is not a model folder (no config.json)")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
     model.generation_config = neutral_generation_config(stop_ids)
-    return model.to(device).eval()
+    return use_grouped_attention(model.to(device).eval())
 
 
 # ---------------------------------------------------------------------------- cache
@@ -197,8 +199,9 @@ def greedy_decode(
     """Greedy continuations of ragged prompts, in the order given.
 
     `max_new_tokens` is one limit or one a row. A row ends with the first of `stop_ids` (kept as its last
-    token, finish_reason "stop") or at its limit ("length"). `on_finish` gets each row as it ends, in the order
-    of ending, so that a long run can be saved as it goes; `progress` gets the number of tokens of each step.
+    token, finish_reason "stop") or at its limit ("length"). With `on_finish` each row is handed over as it ends
+    and not kept: a long run is saved as it goes, in constant memory, and the list returned is empty. `progress`
+    gets the number of tokens of each step.
     ValueError for an empty prompt, an id that does not exist, a limit below 1.
     """
     limits = _limits(max_new_tokens, prompts, num_ids)
@@ -242,8 +245,9 @@ def greedy_decode(
                 columns = [np.stack(column) for column in zip(*slot.top_k, strict=True)]
                 row.topk_ids, row.topk_logprobs, row.tail_logprob = columns
             row.prefill_s, row.decode_s = slot.prefill_s, time.perf_counter() - slot.started_s - slot.prefill_s
-            results[slot.index] = row
-            if on_finish is not None:
+            if on_finish is None:
+                results[slot.index] = row
+            else:
                 on_finish(row)
             last = active.pop()
             if last is not slot:
@@ -286,5 +290,7 @@ def greedy_decode(
             slot.length += 1
         emit(range(len(active)), hidden[:, 0])
         retire()
+    if on_finish is not None:
+        return []
     assert all(row is not None for row in results)
     return results

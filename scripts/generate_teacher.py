@@ -47,43 +47,44 @@ def shard_metadata(recipe: Recipe, chat: Chat, teacher: Path, device: str) -> di
     }
 
 
-def answer(recipe: Recipe, pool: Path, rows: list[dict], model, chat: Chat, metadata: dict, bar) -> dict:
-    """Answer the rows of one pool that no shard holds yet; returns counters of this pool."""
+def answer(
+    recipe: Recipe, waiting: list[tuple[str, dict]], writers: dict[str, ShardWriter], model, chat: Chat, bar
+) -> Counter:
+    """Answer (pool, row) pairs of all pools in one batch that stays full to the end; returns counters."""
     from drafter.decoding import greedy_decode
 
-    folder, settings = recipe.cache_dir / "teacher", recipe.generation
-    writer = ShardWriter(folder, pool.stem, settings.top_k, metadata)
-    waiting = [row for row in rows if row["id"] not in writer.done]
-    prompts = [chat.render(row["messages"]) for row in waiting]
+    settings = recipe.generation
+    prompts = [chat.render(row["messages"]) for _, row in waiting]
     counts: Counter = Counter()
+    started_s = time.perf_counter()
 
     def save(decoded) -> None:
-        row, tokens = waiting[decoded.index], decoded.tokens
+        (pool, row), tokens = waiting[decoded.index], decoded.tokens
         cut = loop_start(tokens) if decoded.finish_reason == "length" else None
         kept = slice(cut)
         fields = {name: row[name] for name in ("id", "source", "category", "family", "split")}
-        writer.add(TeacherRow(
+        writers[pool].add(TeacherRow(
             **fields, prompt_ids=prompts[decoded.index], continuation_ids=tokens[kept],
             finish_reason=decoded.finish_reason, topk_ids=decoded.topk_ids[kept],
             topk_logprobs=decoded.topk_logprobs[kept], tail_logprob=decoded.tail_logprob[kept],
         ))  # fmt: skip
-        counts.update(rows=1, generated_tokens=len(tokens), loops_cut=cut is not None)
+        counts.update(rows=1, loops_cut=cut is not None)
         bar.update(1)
 
     def count_tokens(step_tokens: int) -> None:
-        counts["step_tokens"] += step_tokens
-        rate = counts["step_tokens"] / (time.perf_counter() - started_s)
-        bar.set_postfix_str(f"{pool.stem}, {rate:.0f} tokens/s", refresh=False)
+        counts["generated_tokens"] += step_tokens
+        rate = counts["generated_tokens"] / (time.perf_counter() - started_s)
+        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
-    started_s = time.perf_counter()
     try:
         greedy_decode(
             model, prompts, settings.max_new_tokens, stop_ids=chat.stop_ids, num_ids=chat.num_ids,
             batch_size=settings.batch_size, top_k=settings.top_k, on_finish=save, progress=count_tokens,
         )  # fmt: skip
     finally:
-        writer.flush()  # a run that is stopped keeps every row that had ended
-    return {**counts, "elapsed_s": time.perf_counter() - started_s}
+        for writer in writers.values():
+            writer.flush()  # a run that is stopped keeps every row that had ended
+    return counts
 
 
 def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
@@ -141,27 +142,24 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
     if several:
         raise ValueError(f"{len(several)} prompts ask for regenerated history, which is not built yet; use first_turn")
     total = sum(map(len, rows.values()))
+    folder, writers, waiting = recipe.cache_dir / "teacher", {}, []
     for pool in prompt_files:
-        dropped = keep_only(recipe.cache_dir / "teacher", pool.stem, {row["id"] for row in rows[pool]})
+        dropped = keep_only(folder, pool.stem, {row["id"] for row in rows[pool]})
         if dropped:
             print(f"{pool.stem}: {dropped} answers dropped, their prompts are no longer in {pool.name}")
-    done = {
-        pool: ShardWriter(recipe.cache_dir / "teacher", pool.stem, settings.top_k, metadata).done
-        for pool in prompt_files
-    }
-    missing = {pool: sum(row["id"] not in done[pool] for row in rows[pool]) for pool in prompt_files}
+        writers[pool.stem] = ShardWriter(folder, pool.stem, settings.top_k, metadata)
+        waiting += [(pool.stem, row) for row in rows[pool] if row["id"] not in writers[pool.stem].done]
     started_s, made = time.perf_counter(), Counter()
-    if any(missing.values()):
+    if waiting:
         model = load_causal_lm(teacher, getattr(torch, settings.dtype), device, stop_ids=chat.stop_ids)
-        with progress_bar(total, "teacher", "row", initial=total - sum(missing.values())) as bar:
-            for pool in prompt_files:
-                if missing[pool]:
-                    made.update(answer(recipe, pool, rows[pool], model, chat, metadata, bar))
-    report = summary(recipe, time.perf_counter() - started_s, made)
+        with progress_bar(total, "teacher", "row", initial=total - len(waiting)) as bar:
+            made = answer(recipe, waiting, writers, model, chat, bar)
+    elapsed_s = time.perf_counter() - started_s
+    report = summary(recipe, elapsed_s, made)
     return {
         "rows": total, "made": made["rows"], "loops_cut": made["loops_cut"],
         "generated_tokens": made["generated_tokens"],
-        "tokens_per_s": round(made["generated_tokens"] / made["elapsed_s"], 1) if made["rows"] else None,
+        "tokens_per_s": round(made["generated_tokens"] / elapsed_s, 1) if made["rows"] else None,
         "stopped_share": {name: pool["stopped_share"] for name, pool in report["pools"].items()},
     }  # fmt: skip
 

@@ -249,7 +249,7 @@ SQL = Family("sql", "code", (
 SHELL = Family("shell", "code", (
     "Give me a shell command that counts the lines in {file}. Command only.",
     "Can I see the first {count} lines of {file} with `head`? Answer in one short sentence.",
-    "How do I find all {ext} files in the folder {folder} from the terminal? Just the command.",
+    "Does `find {folder} -name \"*{ext}\"` also look in subfolders? Answer in one sentence.",
     "Explain in one sentence: grep -n \"{word}\" {folder}/{file}",
     "bash one-liner: copy {file} from {folder} to {folder2}",
     "What does `tail -n {count} {folder}/{file}` do? Answer in one short sentence.",

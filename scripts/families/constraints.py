@@ -138,13 +138,12 @@ EDGES = Family("start_and_end", "constraints", (
 FORMAT = Family("formats", "constraints", (
     "Give me a JSON object with the keys \"name\", \"color\" and \"size\" that describes {a_object}. Owner: "
         "{name}.",
-    "Write a CSV table with the header item,price and two rows of things you buy {place}. Only the CSV.",
+    "Write one CSV line (item,price,owner) for something that {name} bought {place}.",
     "Describe {subject} as a Markdown list with exactly three items.",
     "Answer in the form \"Pro: ... Con: ...\" about {subject} for {a_job}.",
-    "Write a dialogue of two lines between {name} and {a_job} about {subject}. Each line starts with the "
-        "speaker and a colon.",
+    "Write one line of dialogue, in quotation marks: {name} talks to {a_job} about {subject}.",
     "Fill in this form for {a_job} called {name}:\nName:\nJob:\nFavorite food:\nLikes {hobby} (yes/no):",
-    "Put this in a Markdown table with two columns: {name} - {a_job}; city - {city}; hobby - {hobby}.",
+    "Write this on one line with slashes between the parts: {name}, {a_job}, {city}, {hobby}.",
     "Reply with only \"yes\" or \"no\" and one reason in brackets: can {a_job} enjoy {hobby} {place}?",
 ), slots(object=OBJECTS, name=NAMES, place=PLACES, subject=SUBJECTS,
          job=JOBS, hobby=HOBBIES, city=CITIES))
@@ -165,7 +164,7 @@ NEGATIVES = Family("without", "constraints", (
     "Write a {tone} sentence about {subject} without commas.",
     "Tell {audience} about {moment} in two short sentences, without names.",
     "Say why {subject} matters. No adjectives, one sentence, {tone}.",
-    "Recommend {hobby} to {audience} without saying \"fun\". At most 20 words.",
+    "Recommend {hobby} to {audience} in one sentence, without the word \"fun\".",
     "Give one tip about {hobby}, then stop. No introduction and no list. It is for {audience}.",
     "Define {concept} for {audience}. Do not repeat the term itself, and use one sentence.",
 ), slots(subject=SUBJECTS, avoid=AVOID, concept=CONCEPTS, audience=AUDIENCES, tone=TONES, moment=_moment,

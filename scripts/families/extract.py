@@ -193,7 +193,7 @@ CONTACTS = Family("contacts", "extract", (
 EVENTS = Family("events", "extract", (
     "When does the event take place? Give date or day and time only.\n\n{text}",
     "{text}\n\nWhat happens, when and where? One sentence.",
-    "Extract the event as JSON with the keys \"event\", \"date\" and \"time\":\n\n{text}",
+    "Write the event on one line in the form \"DATE - TIME - EVENT\":\n\n{text}",
     "Which person is mentioned in this announcement, and in what role? One sentence.\n\n{text}",
     "Make a calendar entry of one line from this: {text}",
     "What do visitors have to pay or bring? One short sentence.\n\n{text}",

@@ -284,7 +284,7 @@ CONCISE = Family("shorter", "rewrite", (
 SIMPLE = Family("simpler", "rewrite", (
     "Rewrite in simple words: {difficult}",
     "Explain this sentence to a child in one sentence:\n\n{difficult}",
-    "Use easy English: \"{difficult}\"",
+    "Say this in easy English: \"{difficult}\"",
     "{difficult}\n\nReplace every long word with a short one.",
     "What does this mean in everyday language? One sentence. {difficult}",
     "Split this into two short, simple sentences: {difficult}",
