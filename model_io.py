@@ -3,7 +3,8 @@
     model/
       manifest.json             every file with size and sha256; archive_id = sha256 of that list
       config.json  generation.json  architecture.json  copy_policy.json  tokenizer files
-      quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream
+      quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream, and
+                                the checkpoint that was quantized (its phase and sha256)
       weights.safetensors.zst   NAME.codes, NAME.scales, small tensors as they are (or weights.safetensors, mapped)
       adapter.safetensors.xz    with adapter.json (rank, alpha, scale, targets, sha256 of the base), or neither
       evidence/                 written later, outside the list
@@ -46,11 +47,13 @@ from drafter.archive import (
     adapter_specs,
     check_generation,
     check_quantization,
+    document_bytes,
     kind_of,
+    manifest_bytes,
     read_archive,
     stream_specs,
 )
-from drafter.chat import TOKENIZER_FILES, Chat
+from drafter.chat import Chat, copy_tokenizer
 from drafter.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -87,12 +90,10 @@ class LoadedModel:
 
     model: nn.Module
     chat: Chat
-    config: dict[str, Any]
     generation: dict[str, Any]
     archive_id: str
     base_sha256: str
     info: dict[str, Any]
-    form: str
     tensors: dict[str, Tensor]  # packed form: NAME.codes, NAME.scales and small tensors as stored; merged form: empty
     adapter: Adapter | None  # packed form: attached to the model
 
@@ -144,12 +145,10 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
     return LoadedModel(
         model=model,
         chat=chat,
-        config=archive.config,
         generation=archive.generation,
         archive_id=archive.archive_id,
         base_sha256=archive.base_sha256,
         info=_info(archive),
-        form=form,
         tensors=archive.tensors if form == "packed" else {},
         adapter=archive.adapter if form == "packed" else None,
     )
@@ -245,14 +244,17 @@ def pack_base(
     moments: Mapping[str, Tensor] | None = None,
     storage: str = "zst",
     teacher_dir: str | Path | None = None,
+    source: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """Quantize a checkpoint and write it as an archive without adapter -> report (see `sizes`, plus "streams").
 
     weights     fp32 or bf16 tensors by their names in the model; a `Checkpoint` is read tensor by tensor
     config      content of the checkpoint's config.json
-    generation  {"stop_ids", "num_ids", "thinking", "context", "num_draft_tokens"}
+    generation  {"stop_ids", "num_ids", "thinking", "context"}
     scales      NF4 scales by tensor name, as quantization-aware training left them: used unchanged; searched if None
     moments     mean square of each linear layer's inputs by tensor name, weights of the search; only without `scales`
+    teacher_dir its checkpoint: weights that are the teacher's own are refused
+    source      (phase, sha256 of its checkpoint) that the weights are, kept in the archive
 
     The folder is written beside `out_dir` and takes its place once it verifies. ValueError (ArchiveError, AdapterError)
     when something does not fit; nothing is left behind then.
@@ -269,6 +271,7 @@ def pack_base(
     linear = [name for name, codec in codecs.items() if codec == "nf4"]
     if teacher_dir is not None:
         refuse_teacher(weights, linear, teacher_dir)
+    assert scales is None or moments is None, "scales that are given are not searched"
     if scales is not None and set(scales) != set(linear):
         differ = sorted(set(scales) ^ set(linear))
         raise ContentError("nf4_scales", "scales must name exactly the linear layers", len(linear), differ[:3])
@@ -276,9 +279,10 @@ def pack_base(
     entries, found = _choose_scales(
         weights, {name: shape for name, shape in shapes.items() if name not in ties}, codecs, scales, moments
     )
-    source_dtype = str(weights[linear[0]].dtype).removeprefix("torch.")
-    quantization = {"format": FORMAT, "block_size": q.BLOCK, "source_dtype": source_dtype, "ties": ties}
-    quantization["tensors"] = entries
+    phase, checkpoint_sha256 = source or (None, None)
+    dtype = str(weights[linear[0]].dtype).removeprefix("torch.")
+    origin = {"dtype": dtype, "phase": phase, "checkpoint_sha256": checkpoint_sha256}
+    quantization = {"format": FORMAT, "block_size": q.BLOCK, "source": origin, "ties": ties, "tensors": entries}
     specs = stream_specs(quantization)
     size = stream_size(specs, WEIGHTS_METADATA)
 
@@ -297,14 +301,12 @@ def pack_base(
         with open(folder / WEIGHTS[storage], "wb") as file:
             sha256, streams = write_zstd(file, size, pieces()) if storage == "zst" else write_plain(file, pieces())
         quantization["weights"] = {"file": WEIGHTS[storage], "size_bytes": size, "sha256": sha256}
-        _write_document(folder / "config.json", config)
-        _write_document(folder / "generation.json", generation)
-        _write_document(folder / "quantization.json", check_quantization(quantization))
-        _write_document(folder / "architecture.json", architecture)
-        _write_document(folder / "copy_policy.json", {"enabled": False})
-        for name in TOKENIZER_FILES:
-            if (Path(tokenizer_dir) / name).exists():
-                shutil.copyfile(Path(tokenizer_dir) / name, folder / name)
+        (folder / "config.json").write_bytes(document_bytes(config))
+        (folder / "generation.json").write_bytes(document_bytes(generation))
+        (folder / "quantization.json").write_bytes(document_bytes(check_quantization(quantization)))
+        (folder / "architecture.json").write_bytes(document_bytes(architecture))
+        (folder / "copy_policy.json").write_bytes(document_bytes({"enabled": False}))
+        copy_tokenizer(tokenizer_dir, folder)
         archive = _finish(folder)
     return {**_report(archive, out_dir), "streams": streams}
 
@@ -335,11 +337,19 @@ def pack_adapter(
     """The base's files, byte for byte, with an adapter beside them -> report.
 
     A and B are stored in bf16 (rounded once), xz-compressed. `architecture` replaces the base's, because the log of
-    phases has grown since. ValueError when the base has an adapter already or its layers do not fit.
+    phases has grown since. ValueError when the base has an adapter already, or is not the one that the adapter was
+    trained beside.
     """
     base = read_archive(base_dir)
     if base.adapter_document is not None:
         raise ContentError("adapter.json", "the base has an adapter already", fix="pack from runs/RECIPE/base")
+    if adapter.base_sha256 != base.base_sha256:
+        name = base.architecture["recipe_name"]
+        fix = f"python -m scripts.pack_model --recipe {name} --base makes the base of the run again"
+        fix += f"; when that does not help, move runs/{name} away and train anew"
+        raise ContentError(
+            "adapter.json", "base_sha256, the base it was trained beside", base.base_sha256, adapter.base_sha256, fix
+        )
     shapes = {name: tuple(entry["shape"]) for name, entry in base.quantization["tensors"].items()}
     document = adapter.document()
     specs, metadata = adapter_specs(document, shapes), adapter_metadata(document)
@@ -348,16 +358,16 @@ def pack_adapter(
             raise ContentError("adapter.safetensors", f"shape of {name}", specs[name][1], tuple(tensor.shape))
     stream = safetensors_header(specs, metadata)
     stream += b"".join(tensor_bytes(adapter.tensors[name].to(dtype)) for name, (dtype, _) in specs.items())
-    document |= {"base_sha256": base.base_sha256, "size_bytes": len(stream), "sha256": sha256_bytes(stream)}
+    document |= {"size_bytes": len(stream), "sha256": sha256_bytes(stream)}
     with _new_folder(out_dir) as folder:
         for entry in base.files:
             if entry["path"] != "architecture.json" or architecture is None:
                 shutil.copyfile(base.path / entry["path"], folder / entry["path"])
         if architecture is not None:
-            _write_document(folder / "architecture.json", architecture)
+            (folder / "architecture.json").write_bytes(document_bytes(architecture))
         # preset 6: 8 MiB of dictionary; higher presets only widen it, and A and B are noise beyond a few bytes
         (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, preset=6))
-        _write_document(folder / "adapter.json", document)
+        (folder / "adapter.json").write_bytes(document_bytes(document))
         archive = _finish(folder)
         if archive.base_sha256 != base.base_sha256:
             raise ContentError(
@@ -373,18 +383,14 @@ def _clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("_") and key not in drop}
 
 
-def _write_document(path: Path, value: Any) -> None:
-    path.write_bytes(json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False).encode() + b"\n")
-
-
 def _finish(folder: Path) -> Archive:
     """Writes manifest.json, last, and reads the whole folder back as a loader would."""
     files = [
         {"path": path.name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.iterdir())
     ]
-    manifest = {"format": FORMAT, "files": files, "archive_id": sha256_bytes(canonical_json(files))}
-    _write_document(folder / "manifest.json", manifest)
+    archive_id = sha256_bytes(canonical_json(files))
+    (folder / "manifest.json").write_bytes(manifest_bytes(files, archive_id))
     archive = verify(folder)
     check_names(meta_model(archive.config), archive.quantization)
     return archive

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Serve the packed model: bash serve.sh [flags of server.py; --help lists them]
 #   MODEL_DIR (default: model/ beside this file), HOST (127.0.0.1), PORT (8000), VENV (.venv beside this file).
-# With a folder wheels/ beside it, everything is installed from there: no network, at no time.
+# Without an environment at VENV yet, a folder wheels/ beside this file is installed into a new one there, with no
+# network; once there is an environment, wheels/ is not looked at.
 # When the model is ready a curl line is printed, with real ids, to paste into another terminal.
 set -euo pipefail
 
@@ -19,9 +20,14 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1
 export HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 # ---- Python: the project's own environment where there is one
-if [[ -d "$root/wheels" && ! -x "$venv/bin/python" ]]; then
+if [[ ! -x "$venv/bin/python" && (-e "$venv" || -L "$venv") ]]; then
+    fail "$venv is there but holds no bin/python: remove it, or let VENV name another folder"
+fi
+if [[ -d "$root/wheels" && ! -e "$venv" ]]; then
     echo "installing from wheels/ into $venv"
-    trap 'rm -rf -- "$venv"' EXIT # half an environment would pass for a whole one next time
+    mkdir -p -- "$(dirname -- "$venv")" && mkdir -- "$venv" || fail "cannot make the folder $venv"
+    # Set only now: what is removed is what was made here. Half an environment would pass for a whole one next time.
+    trap 'rm -rf -- "$venv"' EXIT
     python3 -m venv "$venv" ||
         fail "python3 cannot make a virtual environment; install Python 3.11 or newer with its venv module"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-index \

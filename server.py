@@ -139,9 +139,6 @@ def create_app(*, engine_loader: Callable[[], Any], settings: Settings) -> FastA
         engine = engine_or_503()
         body = await request.body()
         call = parse_call(body, context=engine.context, num_ids=engine.num_ids, default_k=settings.num_draft_tokens)
-        if call.accepted is not None:
-            metrics.accepted.inc(call.accepted)
-            metrics.reports.inc()
         drafting = asyncio.ensure_future(batcher.draft(call))
         gone = asyncio.ensure_future(_gone(request.receive))
         try:
@@ -161,6 +158,10 @@ def create_app(*, engine_loader: Callable[[], Any], settings: Settings) -> FastA
         finally:
             drafting.cancel()  # takes the request out of the queue when its client has gone
             gone.cancel()
+        # Counted with the answer: a client that got 429 or 504 sends its report again with the next try.
+        if call.accepted is not None:
+            metrics.accepted.inc(call.accepted)
+            metrics.reports.inc()
         metrics.drafted.inc(len(answer.draft.tokens))
         metrics.batch.observe(answer.batch_size)
         metrics.queue_s.observe(answer.queue_s)

@@ -20,10 +20,12 @@ Dims: B rows, T tokens, N supervised positions, D hidden, V existing ids.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import math
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,26 +35,34 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drafter.adapter import Adapter
+from drafter.chat import copy_tokenizer
 from drafter.checkpoint import Checkpoint as WeightsFile
+from drafter.checkpoint import checked_weights
 from drafter.console import progress_bar, run_command
 from drafter.decoding import load_causal_lm, neutral_generation_config
 from drafter.losses import LossSums, distillation_loss
 from drafter.mixing import collate, micro_batches, plan_steps, row_tokens
-from drafter.provenance import run_record, sha256_file, sha256_json, write_json
-from drafter.recipe import PHASES, Phase, Recipe, RunDocument, load_recipe, recipe_names
+from drafter.provenance import code_hash, run_record, sha256_file, sha256_json
+from drafter.recipe import PHASES, TRAIN_POOLS, Phase, Recipe, RunDocument, load_recipe, recipe_names
 from drafter.scoring import StageResult, evaluate_model
-from drafter.teacher_data import TeacherRow, read_shards, shard_paths
+from drafter.teacher_data import TeacherRow, check_settings, read_shards, shard_paths
 from drafter.weights import AdapterWeights, MasterWeights
 
 # ---------------------------------------------------------------------------- data
 
 
 def read_pool(recipe: Recipe, name: str) -> list[TeacherRow]:
-    """Rows of one pool. ValueError with the command that makes them."""
+    """Rows of one pool. ValueError when they are missing, made with other settings, or of another split."""
     paths = shard_paths(recipe.cache_dir / "teacher", name)
     if not paths:
         raise ValueError(f"no teacher shards of {name}: python -m scripts.generate_teacher --recipe {recipe.name}")
-    return read_shards(paths)
+    check_settings(recipe, paths[0])
+    rows = read_shards(paths)
+    split = "train" if name in TRAIN_POOLS else name
+    foreign = next((row for row in rows if row.split != split), None)
+    if foreign is not None:
+        raise ValueError(f"{name} holds row {foreign.id} of the {foreign.split} split, expected {split}")
+    return rows
 
 
 def data_manifest(recipe: Recipe, phase: Phase) -> dict[str, str]:
@@ -69,26 +79,16 @@ def parent_folder(recipe: Recipe, phase: Phase) -> Path:
     return recipe.run_dir / (PHASES[at - 1] if at else "student")
 
 
-def check_parent(run: RunDocument, phase: Phase) -> str:
-    """sha256 of the weights the phase starts from; ValueError unless they are the ones phase_log names."""
-    folder = parent_folder(run.recipe, phase)
-    logged = run.finished(folder.name)
-    command = "python -m scripts.prune_layers" if folder.name == "student" else f"python train.py --phase {folder.name}"
-    if logged is None:
-        raise ValueError(
-            f"phase {phase.name} starts from {folder.name}, which is missing: {command} --recipe {run.recipe.name}"
-        )
-    found = sha256_file(folder / "model.safetensors")
-    if found != logged["checkpoint_sha256"]:
-        raise ValueError(
-            f"{folder}/model.safetensors has sha256 {found}, but phase_log says {logged['checkpoint_sha256']}: "
-            f"the lineage is broken. Move runs/{run.recipe.name} away to start anew."
-        )
-    return found
+@dataclasses.dataclass
+class Opened:
+    model: torch.nn.Module  # in compute dtype
+    weights: MasterWeights | AdapterWeights
+    adapter: Adapter | None = None
+    base_sha256: str | None = None  # of the packed base that the adapter belongs to
 
 
-def open_model(recipe: Recipe, phase: Phase, device: str):
-    """(model in compute dtype, weights to train, adapter or None)."""
+def open_model(recipe: Recipe, phase: Phase, device: str) -> Opened:
+    """The model that a phase trains: its parent's weights, or the frozen packed base with a new adapter."""
     dtype = getattr(torch, recipe.trainer.dtype)
     if phase.name == "adapter":
         from model_io import load_base
@@ -98,10 +98,10 @@ def open_model(recipe: Recipe, phase: Phase, device: str):
         model = base.model.to(device).train()
         adapter = Adapter.create(model, recipe.adapter.rank, recipe.adapter.alpha, recipe.adapter.seed)
         adapter.attach(model)
-        return model, AdapterWeights(adapter.parameters()), adapter
+        return Opened(model, AdapterWeights(adapter.parameters()), adapter, base.base_sha256)
     folder = parent_folder(recipe, phase)
     model = load_causal_lm(folder, dtype, device, stop_ids=recipe.base.stop_ids).train()
-    return model, MasterWeights(model, quantize=phase.name == "qat"), None
+    return Opened(model, MasterWeights(model, quantize=phase.name == "qat"))
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -135,14 +135,17 @@ class Trainer:
         self.plan = plan_steps(
             self.pools, phase.mix, tokens=phase.tokens, tokens_per_step=phase.tokens_per_step, seed=phase.seed
         )
-        self.model, self.weights, self.adapter = open_model(recipe, phase, device)
+        opened = open_model(recipe, phase, device)
+        self.model, self.weights = opened.model, opened.weights
+        self.adapter, self.base_sha256 = opened.adapter, opened.base_sha256
         matrices = [p for p in self.weights.trainable() if p.dim() > 1]
         vectors = [p for p in self.weights.trainable() if p.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": recipe.trainer.weight_decay}]
         groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
         self.optimizer = torch.optim.AdamW(groups, lr=phase.lr, betas=recipe.trainer.betas, fused=True)
         self.progress = Progress()
-        self.weights.search_scales() if phase.name == "qat" else None
+        if phase.name == "qat":
+            self.weights.search_scales()
         self.weights.publish()
 
     @property
@@ -167,7 +170,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.phase, number, len(self.plan))
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        # Kept, not freed: 350 MB of fresh gradients a step cost more in page faults than zeroing them.
+        self.optimizer.zero_grad(set_to_none=False)
         if self.phase.name == "qat" and (number + 1) % trainer.scale_search_every == 0:
             self.weights.search_scales()
         self.weights.publish()
@@ -208,13 +212,16 @@ class Trainer:
 class Checkpoint:
     """runs/RECIPE/PHASE.partial/: masters, optimizer moments, scales and progress of a phase that is under way.
 
-    Written to a temporary file and renamed; the key names recipe, phase, data and code of the plan, and a resume
-    with another key is refused.
+    Written to a temporary file and renamed; the key names recipe, phase, data and the code that plans and steps,
+    and a resume with another key is refused.
     """
 
     def __init__(self, recipe: Recipe, phase: Phase):
         self.path = recipe.run_dir / f"{phase.name}.partial" / "state.safetensors"
-        settings = {"recipe": recipe.document(), "phase": phase.name, "data": data_manifest(recipe, phase)}
+        settings = {
+            "recipe": recipe.document(), "phase": phase.name, "data": data_manifest(recipe, phase),
+            "code": code_hash("train.py", "drafter/mixing.py", "drafter/losses.py", "drafter/weights.py"),
+        }  # fmt: skip
         self.key = sha256_json(settings)
 
     def save(self, trainer: Trainer) -> None:
@@ -238,14 +245,15 @@ class Checkpoint:
             metadata = file.metadata()
         if metadata["key"] != self.key:
             raise ValueError(
-                f"{self.path} was made with another recipe or other data; start the phase without --resume"
+                f"{self.path} was made with another recipe, other data or other code; "
+                f"remove {self.path.parent.name}/ to start the phase anew"
             )
         tensors = load_file(self.path, device=trainer.device)
         trainer.progress = Progress(**json.loads(metadata["progress"]))
         for number, parameter in enumerate(trainer.weights.trainable()):
             parameter.data.copy_(tensors[f"{number}.weight"])
             trainer.optimizer.state[parameter] = {
-                "step": torch.tensor(float(trainer.progress.step)),
+                "step": torch.tensor(float(trainer.progress.step), device=parameter.device),
                 "exp_avg": tensors[f"{number}.exp_avg"],
                 "exp_avg_sq": tensors[f"{number}.exp_avg_sq"],
             }
@@ -269,10 +277,8 @@ def save_phase(trainer: Trainer) -> Path:
         made = Path(temporary) / phase.name
         made.mkdir()
         if trainer.adapter is not None:
-            trainer.adapter.save(made)
+            trainer.adapter.save(made, base_sha256=trainer.base_sha256)
         else:
-            from scripts.prune_layers import copy_tokenizer
-
             trainer.model.generation_config = neutral_generation_config(recipe.base.stop_ids)
             if phase.name == "qat":
                 trainer.model.config.dtype = torch.float32
@@ -292,6 +298,16 @@ def save_phase(trainer: Trainer) -> Path:
 # ---------------------------------------------------------------------------- one phase
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep freed blocks. It gives back every block above 32 MB at once, and each step then pays the page
+    faults of all its activations and logits again: 12 % of a step here. Other C libraries are left as they are."""
+    mmap_threshold, trim_threshold = -3, -1  # names of <malloc.h>
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
 def selection_score(trainer: Trainer, rows: list[TeacherRow], stage: str) -> StageResult:
     recipe = trainer.recipe
     return evaluate_model(
@@ -307,12 +323,10 @@ def brief(result: StageResult) -> dict:
 def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> dict:
     """Train one phase to its end and append it to phase_log; returns the log entry."""
     recipe = run.recipe
-    parent_sha256 = check_parent(run, phase)
+    parent_sha256 = checked_weights(recipe.run_dir, run.phase_log, parent_folder(recipe, phase).name)
     torch.manual_seed(phase.seed)
     selection = read_pool(recipe, "selection")
     trainer, checkpoint = Trainer(recipe, phase, device), Checkpoint(recipe, phase)
-    if resume:
-        checkpoint.load(trainer)
     steps, rows = len(trainer.plan), sum(map(len, trainer.plan))
     print(
         f"{phase.name}: {steps} steps of at least {phase.tokens_per_step:,} tokens, {rows:,} rows from "
@@ -323,17 +337,19 @@ def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> di
     # qat and adapter start from quantized weights, so their first score is not the one the parent ended with.
     known = previous.get("selection_after") if phase.name not in ("qat", "adapter") else None
     before = known or brief(selection_score(trainer, selection, phase.name))
+    if resume:
+        checkpoint.load(trainer)
     started_at = trainer.progress.tokens
     tail = trainer.run(checkpoint)
     after = brief(selection_score(trainer, selection, phase.name))
     folder = save_phase(trainer)
-    checkpoint.remove()
     weights_file = folder / ("adapter.safetensors" if trainer.adapter is not None else "model.safetensors")
     progress, manifest = trainer.progress, data_manifest(recipe, phase)
     supervised = sum(len(row.continuation_ids) for step in trainer.plan for row in step)
     entry = {
         "phase": phase.name, **run_record(),
         "parent_sha256": parent_sha256, "checkpoint_sha256": sha256_file(weights_file),
+        **({"base_sha256": trainer.base_sha256} if trainer.adapter is not None else {}),
         "data_sha256": sha256_json(manifest), "data": manifest,
         "steps": steps, "rows": rows, "tokens": progress.tokens, "supervised_tokens": supervised,
         "resumed": started_at > 0, "elapsed_s": round(progress.elapsed_s, 1),
@@ -344,6 +360,7 @@ def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> di
         "cost": {"device": device, "hours": round(progress.elapsed_s / 3600, 4), "tokens": progress.tokens},
     }  # fmt: skip
     run.append(entry)
+    checkpoint.remove()
     tau = " / ".join(f"{after['tau'][str(k)]:.2f}" for k in recipe.evaluation.draft_lengths)
     print(
         f"{phase.name}: loss {entry['first_loss']:.3f} -> {entry['last_loss']:.3f}, selection agreement "
@@ -357,6 +374,7 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
     """The phase, or with "all" every phase that phase_log does not hold yet. Returns the new log entries."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    keep_freed_memory()
     run = RunDocument.open(recipe)
     if phase_name != "all" and run.finished(phase_name):
         raise ValueError(f"phase {phase_name} is finished already; move runs/{recipe.name} away to train anew")
@@ -407,7 +425,6 @@ def _main(arguments: argparse.Namespace) -> None:
         report = {"phases": [estimate(recipe, phase) for phase in chosen]}
     else:
         entries = train(recipe, arguments.phase, arguments.device, arguments.resume)
-        write_json(recipe.run_dir / "train.json", entries) if entries else None
         keys = ("phase", "steps", "tokens", "elapsed_s", "last_loss", "selection_after", "checkpoint_sha256")
         report = {"phases": [{key: entry[key] for key in keys} for entry in entries]}
     print(json.dumps({"step": "train", "recipe": recipe.name, **report}))

@@ -228,17 +228,6 @@ def _share(part: float, whole: float) -> float | None:
     return float(part) / float(whole) if whole else None
 
 
-def best_speedup(tau_by_k: dict[int, float], check_cost: dict[int, float], step_cost: float) -> tuple[float, int]:
-    """S = max over k of tau@k / (v(k) + k c): speed against plain decoding, and the k that gives it.
-
-    `check_cost[k]` = v(k), the cost of checking k + 1 tokens in target steps; `step_cost` = c, one drafter step
-    in target steps. S > 1 pays. With v = 1, k = 16, c = 0.21: tau must pass 1 + 16 x 0.21 = 4.36.
-    """
-    speed = {k: tau / (check_cost[k] + k * step_cost) for k, tau in tau_by_k.items()}
-    best_k = max(speed, key=speed.__getitem__)
-    return speed[best_k], best_k
-
-
 # ---------------------------------------------------------------------------- intervals
 # Whole prompts are resampled, since tokens of one prompt are not independent.
 
@@ -295,17 +284,18 @@ def _percentiles(draws: np.ndarray, level: float) -> list[float]:
 # Where two correct computations in low precision may choose differently.
 
 
-def near_tie_equal(reference: Sequence[int], tokens: Sequence[int], reference_gaps: Sequence[float]) -> bool:
+def near_tie_equal(reference: Sequence, values: Sequence, reference_gaps: Sequence[float] | None) -> bool:
     """Equal, or the reference's top-2 logit gap at the first difference is at most 0.0625.
 
-    reference_gaps [len(reference)]: gap of the logits that chose reference[i]. Behind the first difference the
-    two texts have different prefixes and prove nothing. One text being a beginning of the other is no near-tie:
-    a tie swaps a token, it does not lose one.
+    `reference` and `values` are tokens, or verdicts on the target's tokens. reference_gaps [len(reference)]: gap of
+    the logits behind reference[i]; None where equality must be exact (fp32). Behind the first difference the two
+    texts have different prefixes and prove nothing. One being a beginning of the other is no near-tie: a tie swaps
+    a token, it does not lose one.
     """
-    same = leading_matches(tokens, reference)
-    if same == len(tokens) == len(reference):
+    same = leading_matches(values, reference)
+    if same == len(values) == len(reference):
         return True
-    if same in (len(tokens), len(reference)):
+    if same in (len(values), len(reference)) or reference_gaps is None:
         return False
     return float(reference_gaps[same]) <= NEAR_TIE_GAP
 

@@ -6,27 +6,29 @@ a value and checked when it is read, because recomputing it by another rule chan
 
     adapter = Adapter.create(model, rank=32, alpha=32.0, seed=0)
     adapter.attach(model)                     # freezes the base; adapter.parameters() is what trains
-    adapter.save(folder)                      # adapter.safetensors (fp32) + adapter.json
-    Adapter.load(folder).merge_into(state)    # fp32 weights by name; cast once, afterwards
+    adapter.save(folder, base_sha256=...)     # adapter.safetensors (fp32) + adapter.json, which names the base
+    Adapter.load(folder).merged(name, weight) # fp32 weight + scale * B A; cast once, afterwards
 
 Legend: B batch, T tokens, r rank, D_in and D_out widths of a linear layer.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from drafter.provenance import atomic_write, read_json, write_json
 
 FORMAT = 1
-FIELDS = {"format", "rank", "alpha", "scale", "targets"}
+FIELDS = {"format", "rank", "alpha", "scale", "targets", "base_sha256"}
 
 
 class AdapterError(ValueError):
@@ -57,15 +59,30 @@ def check_document(document: Any) -> dict[str, Any]:
         raise AdapterError("adapter.json: targets must be a list of layer names")
     if len(set(targets)) != len(targets):
         raise AdapterError("adapter.json: a target is named twice")
+    base = document["base_sha256"]
+    if base is not None and not (isinstance(base, str) and re.fullmatch(r"[0-9a-f]{64}", base)):
+        raise AdapterError(f"adapter.json: base_sha256 is {base!r:.80}, expected 64 hex digits, or null without a base")
     return dict(document)
 
 
 class Adapter:
-    """A and B of every target by name, with rank, alpha and scale. Plain tensors until `attach`."""
+    """A and B of every target by name, with rank, alpha and scale. Plain tensors until `attach`.
 
-    def __init__(self, tensors: Mapping[str, Tensor], rank: int, alpha: float, scale: float, targets: Iterable[str]):
+    `base_sha256` names the packed base that it was trained beside (`load_base(...).base_sha256`); None: none yet.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        rank: int,
+        alpha: float,
+        scale: float,
+        targets: Iterable[str],
+        base_sha256: str | None = None,
+    ):
         self.targets = tuple(targets)
         self.rank, self.alpha, self.scale = rank, float(alpha), float(scale)
+        self.base_sha256 = base_sha256
         check_document(self.document())
         expected = {f"{name}.{part}" for name in self.targets for part in ("lora_A", "lora_B")}
         if expected != set(tensors):
@@ -107,7 +124,7 @@ class Adapter:
     def document(self) -> dict[str, Any]:
         """The content of adapter.json."""
         fields = {"rank": self.rank, "alpha": self.alpha, "scale": self.scale, "targets": list(self.targets)}
-        return {"format": FORMAT, **fields}
+        return {"format": FORMAT, **fields, "base_sha256": self.base_sha256}
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.tensors.values())
@@ -116,28 +133,33 @@ class Adapter:
         """NAME.lora_A [r, D_in] and NAME.lora_B [D_out, r], detached (not copied)."""
         return {name: tensor.detach() for name, tensor in self.tensors.items()}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies values in place (resume); AdapterError when names or shapes differ."""
-        other = Adapter(tensors, self.rank, self.alpha, self.scale, self.targets)
-        with torch.no_grad():
-            for name, tensor in other.tensors.items():
-                if tensor.shape != self.tensors[name].shape:
-                    raise AdapterError(f"{name} is {list(tensor.shape)}, expected {list(self.tensors[name].shape)}")
-                self.tensors[name].copy_(tensor)
+    def save(self, folder: str | Path, base_sha256: str | None = None) -> None:
+        """adapter.safetensors, in the dtype trained in (fp32), then adapter.json; each written whole or not at all.
 
-    def save(self, folder: str | Path) -> None:
-        """adapter.safetensors, in the dtype trained in (fp32), then adapter.json; each written whole or not at all."""
+        `base_sha256` of the base that it was trained beside; without it the adapter keeps the one that it has.
+        """
+        if base_sha256 is not None:
+            self.base_sha256 = base_sha256
+        document = check_document(self.document())
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
         with atomic_write(Path(folder) / "adapter.safetensors") as file:
-            file.write(save(tensors, {"adapter": json.dumps(self.document(), sort_keys=True)}))
-        write_json(Path(folder) / "adapter.json", self.document())
+            file.write(save(tensors, {"adapter": json.dumps(document, sort_keys=True)}))
+        write_json(Path(folder) / "adapter.json", document)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Adapter":
-        """AdapterError when alpha or scale is missing or disagrees, or one layer has another rank."""
+        """AdapterError when alpha or scale is missing or disagrees, or one layer has another rank.
+
+        The document is stored in adapter.safetensors too, whose hash phase_log keeps: an adapter.json that was edited
+        afterwards is refused.
+        """
         document = check_document(read_json(Path(folder) / "adapter.json"))
-        fields = {key: document[key] for key in ("rank", "alpha", "scale", "targets")}
-        return cls(load_file(Path(folder) / "adapter.safetensors"), **fields)
+        with safe_open(Path(folder) / "adapter.safetensors", "pt") as file:
+            if json.loads((file.metadata() or {}).get("adapter", "null")) != document:
+                raise AdapterError(f"{folder}: adapter.json is not the one that adapter.safetensors was written with")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        del document["format"]
+        return cls(tensors, **document)
 
     # ------------------------------------------------------------------------ use: beside the base, or merged into it
 
@@ -181,31 +203,17 @@ class Adapter:
             raise AdapterError(f"{name}: weight is {list(weight.shape)}, the adapter {[b.shape[0], a.shape[1]]}")
         return torch.addmm(weight, b, a, alpha=self.scale)
 
-    def merge_into(self, weights: MutableMapping[str, Tensor], config: Any) -> None:
-        """Replaces the fp32 weights `NAME.weight` of all targets and marks `config` (an object or a dict) as merged.
-
-        AdapterError when the mark is there already: a second merge would double the update without a word.
-        """
-        check_unmerged(config)
-        for name in self.targets:
-            weights[f"{name}.weight"] = self.merged(name, weights[f"{name}.weight"])
-        mark_merged(config)
-
 
 def mark_merged(config: Any) -> None:
-    """Leaves the mark in a transformers config (object or dict); saving the model saves it, packing refuses it."""
-    if isinstance(config, MutableMapping):
-        config["adapter_merged"] = True
-    else:
-        config.adapter_merged = True
+    """Leaves the mark in a transformers config object; saving the model saves it, packing refuses it."""
+    config.adapter_merged = True
 
 
-def check_unmerged(config: Any) -> None:
-    """AdapterError when these weights already hold an adapter."""
-    mark = config.get("adapter_merged") if isinstance(config, Mapping) else getattr(config, "adapter_merged", False)
-    if mark:
+def check_unmerged(config: Mapping[str, Any]) -> None:
+    """AdapterError when the weights of this config.json already hold an adapter."""
+    if config.get("adapter_merged"):
         raise AdapterError(
-            "an adapter has been merged into these weights already; merging or packing one again would apply it twice. "
+            "an adapter has been merged into these weights already; packing one again would apply it twice. "
             "Start from the base (runs/RECIPE/base) and the adapter."
         )
 

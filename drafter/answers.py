@@ -24,10 +24,10 @@ from drafter.corpus import Dropped, clean_messages
 from drafter.decoding import greedy_decode, load_causal_lm
 from drafter.provenance import code_hash, sha256_file, sha256_json
 from drafter.recipe import Recipe
-from drafter.teacher_data import ShardWriter, TeacherRow, loop_start, read_shards, shard_paths
+from drafter.teacher_data import ShardWriter, TeacherRow, kept_length, read_shards, shard_paths
 
 PROMPT_FIELDS = ("messages", "turns", "prompt")
-CHARS_PER_ID = 16  # no text of ours has fewer ids than a sixteenth of its characters: a cap before tokenizing
+CHARS_PER_ID = 16  # of the context: longer texts are refused before they are tokenized; the exact limit is on ids
 
 
 @dataclass
@@ -135,7 +135,7 @@ def answer(
 ) -> Iterator[TeacherRow]:
     """One TeacherRow a user turn, turn by turn over all conversations (so that batches stay full).
 
-    A tail that repeats itself is cut, as in training. Raises ValueError, naming the line, for a prompt of more than
+    A tail that repeats itself is cut as in training. Raises ValueError, naming the line, for a prompt of more than
     `max_prompt_tokens` ids.
     """
     turn = 0
@@ -164,8 +164,7 @@ def answer(
         )
         for one, prompt, text in zip(active, prompts, decoded, strict=True):
             one.said.append({"role": "assistant", "content": chat.decode(text.tokens).strip()})
-            cut = loop_start(text.tokens)
-            reason = text.finish_reason if cut is None else "length"  # what is left was not ended by the teacher
+            kept = kept_length(text.tokens, text.finish_reason)
             yield TeacherRow(
                 id=f"{one.id or one.line}/{turn}",
                 source=one.source,
@@ -173,11 +172,11 @@ def answer(
                 family=one.family,
                 split="final",
                 prompt_ids=prompt,
-                continuation_ids=text.tokens[:cut],
-                finish_reason=reason,
-                topk_ids=text.topk_ids[:cut],
-                topk_logprobs=text.topk_logprobs[:cut],
-                tail_logprob=text.tail_logprob[:cut],
+                continuation_ids=text.tokens[:kept],
+                finish_reason=text.finish_reason,
+                topk_ids=text.topk_ids[:kept],
+                topk_logprobs=text.topk_logprobs[:kept],
+                tail_logprob=text.tail_logprob[:kept],
             )
 
 
@@ -201,7 +200,9 @@ def answered_file(
         "teacher": recipe.document()["teacher"],
         "chat": recipe.document()["chat"],
         "generation": recipe.document()["generation"],
-        "code_sha256": code_hash("drafter/answers.py", "drafter/decoding.py", "drafter/chat.py", "drafter/corpus.py"),
+        "code_sha256": code_hash(
+            *(f"drafter/{name}.py" for name in ("answers", "decoding", "chat", "corpus", "teacher_data"))
+        ),
     }
     folder, name = recipe.cache_dir / "answers", sha256_json(settings)[:16]
     if found := shard_paths(folder, name):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from drafter import quantization as q
+from drafter.adapter import FIELDS as ADAPTER_FIELDS
 from drafter.adapter import Adapter, AdapterError
 from drafter.chat import THINKING, TOKENIZER_FILES
 from drafter.provenance import canonical_json, sha256_bytes
@@ -70,6 +71,10 @@ def parse_document(file: str, data: bytes) -> Any:
         raise ContentError(file, f"not valid JSON ({error})") from None
 
 
+def document_bytes(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False).encode() + b"\n"
+
+
 def check_fields(file: str, value: Any, keys: set[str]) -> dict[str, Any]:
     """`value` as an object with exactly these keys and, where it has one, our format number."""
     if not isinstance(value, dict) or set(value) != keys:
@@ -90,10 +95,10 @@ def _is_count(value: Any, low: int = 1, high: int = STREAM_LIMIT) -> bool:
 
 
 def check_generation(value: Any) -> dict[str, Any]:
-    """The content of generation.json: stop ids, existing ids, thinking switch, context, drafted tokens by default."""
-    keys = {"format", "stop_ids", "num_ids", "thinking", "context", "num_draft_tokens"}
+    """The content of generation.json: stop ids, existing ids, thinking switch, context."""
+    keys = {"format", "stop_ids", "num_ids", "thinking", "context"}
     value, file = check_fields("generation.json", value, keys), "generation.json"
-    for key in ("num_ids", "context", "num_draft_tokens"):
+    for key in ("num_ids", "context"):
         if not _is_count(value[key], high=1 << 31):
             raise ContentError(file, key, "a whole number >= 1", repr(value[key]))
     stop_ids = value["stop_ids"]
@@ -138,14 +143,19 @@ def kind_of(name: str, dtype: torch.dtype) -> str:
 def check_quantization(value: Any) -> dict[str, Any]:
     """The content of quantization.json; every size that is allocated later follows from it, so it is checked hard."""
     file = "quantization.json"
-    value = check_fields(file, value, {"format", "block_size", "source_dtype", "weights", "ties", "tensors"})
+    value = check_fields(file, value, {"format", "block_size", "source", "weights", "ties", "tensors"})
+    source = check_fields(file, value["source"], {"dtype", "phase", "checkpoint_sha256"})
     weights = check_fields(file, value["weights"], {"file", "size_bytes", "sha256"})
     if weights["file"] not in WEIGHTS.values():
         raise ContentError(file, "weights.file", " or ".join(WEIGHTS.values()), repr(weights["file"])[:80])
     if value["block_size"] != q.BLOCK:
         raise ContentError(file, "block_size", q.BLOCK, repr(value["block_size"])[:80])
-    if value["source_dtype"] not in [str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES]:
-        raise ContentError(file, "source_dtype", "a dtype", repr(value["source_dtype"])[:80])
+    if source["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES]:
+        raise ContentError(file, "source.dtype", "a dtype", repr(source["dtype"])[:80])
+    named = isinstance(source["phase"], str) and _is_sha256(source["checkpoint_sha256"])
+    if not named and (source["phase"], source["checkpoint_sha256"]) != (None, None):
+        found = repr([source["phase"], source["checkpoint_sha256"]])[:160]
+        raise ContentError(file, "source", "a phase and the sha256 of its checkpoint, or null twice", found)
     if not isinstance(value["tensors"], dict) or not value["tensors"]:
         raise ContentError(file, "tensors", "an object", type(value["tensors"]).__name__)
     for name, entry in value["tensors"].items():
@@ -221,6 +231,13 @@ class Archive:
         return self.quantization["weights"]["sha256"]
 
 
+def manifest_bytes(files: list[Mapping[str, Any]], archive_id: str) -> bytes:
+    """The one spelling of manifest.json: no byte of it can change, not even a space, and mean the same archive."""
+    keys = ("path", "size_bytes", "sha256")
+    listed = [{key: entry[key] for key in keys} for entry in sorted(files, key=lambda entry: entry["path"])]
+    return document_bytes({"format": FORMAT, "files": listed, "archive_id": archive_id})
+
+
 def _open(folder: Path, name: str):
     """An ordinary file of the folder, opened without following a link."""
     try:
@@ -249,9 +266,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, dict], str]:
     if size > 1 << 20:
         file.close()
         raise ManifestError("manifest.json", "size in bytes", f"<= {1 << 20}", size)
-    manifest = check_fields(
-        "manifest.json", parse_document("manifest.json", _read_all(file, size)), {"format", "files", "archive_id"}
-    )
+    data = _read_all(file, size)
+    manifest = check_fields("manifest.json", parse_document("manifest.json", data), {"format", "files", "archive_id"})
     if not isinstance(manifest["files"], list):
         raise ManifestError("manifest.json", "files", "a list", type(manifest["files"]).__name__)
     listed: dict[str, dict] = {}
@@ -273,6 +289,8 @@ def _read_manifest(folder: Path) -> tuple[dict[str, dict], str]:
         raise HashError(
             "manifest.json", "archive_id (sha256 of the list)", archive_id, ascii(manifest["archive_id"])[:80]
         )
+    if data != (written := manifest_bytes(manifest["files"], archive_id)):
+        raise HashError("manifest.json", "sha256 of its bytes", sha256_bytes(written), sha256_bytes(data))
     present = set()
     for item in os.scandir(folder):
         if item.name == "evidence" and item.is_dir(follow_symlinks=False):
@@ -380,9 +398,8 @@ def adapter_metadata(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_adapter(folder: Path, listed, document: dict, quantization: Mapping[str, Any]) -> Adapter:
-    file, extra = "adapter.json", {"base_sha256", "size_bytes", "sha256"}
-    own = {"format", "rank", "alpha", "scale", "targets"}
-    document = check_fields(file, document, own | extra)
+    file = "adapter.json"
+    document = check_fields(file, document, ADAPTER_FIELDS | {"size_bytes", "sha256"})
     base = quantization["weights"]["sha256"]
     if document["base_sha256"] != base:
         raise ContentError(
@@ -390,7 +407,7 @@ def _read_adapter(folder: Path, listed, document: dict, quantization: Mapping[st
         )
     if not _is_count(document["rank"], high=4096) or not _is_sha256(document["sha256"]):
         raise ContentError(file, "rank or sha256", "1 to 4096 and 64 hex digits", ascii(document["rank"])[:80])
-    fields = {key: document[key] for key in own}
+    fields = {key: document[key] for key in ADAPTER_FIELDS}
     try:
         # a first look at the document alone: the sizes of the stream follow from it
         if not isinstance(fields["targets"], list) or not all(isinstance(name, str) for name in fields["targets"]):

@@ -8,6 +8,7 @@ every file made from it: the thinking switch, the stop ids, and `num_ids`, the n
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ def _template_arguments(thinking: str) -> dict[str, Any]:
     # A template call that leaves the switch unset would mean whatever its author chose as default. It is
     # always said, except to templates that have none.
     return {} if thinking == "absent" else {"enable_thinking": thinking == "on"}
+
+
+def copy_tokenizer(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer files as they are: a second save by the library may write them differently."""
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, Path(target) / name)
 
 
 @dataclasses.dataclass(frozen=True)

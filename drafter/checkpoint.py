@@ -5,7 +5,7 @@ whether an archive holds exactly the tensors of its model.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from drafter.adapter import linear_names
+from drafter.provenance import sha256_file
 from drafter.streams import ContentError, tensor_bytes
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -62,6 +63,26 @@ class Checkpoint(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the tensor."""
         return tuple(self._where[name].get_slice(name).get_shape())
+
+
+def checked_weights(run_dir: Path, phase_log: Sequence[Mapping[str, Any]], phase: str) -> str:
+    """sha256 of the weights that a finished phase left in its folder ("student" is one: the pruned base).
+
+    ValueError when phase_log does not hold the phase, or the bytes are not those that it names: whatever is made
+    from them would carry a log of another training.
+    """
+    path = run_dir / phase / ("adapter.safetensors" if phase == "adapter" else "model.safetensors")
+    logged = next((entry["checkpoint_sha256"] for entry in phase_log if entry["phase"] == phase), None)
+    if logged is None:
+        step = "-m scripts.prune_layers" if phase == "student" else f"train.py --phase {phase}"
+        raise ValueError(f"phase {phase} is not in phase_log of {run_dir}. Next: python {step} --recipe {run_dir.name}")
+    found = sha256_file(path) if path.exists() else "none, for the file is missing"
+    if found != logged:
+        raise ValueError(
+            f"{path}: phase_log says sha256 {logged}, found {found}: the lineage is broken. "
+            f"Move runs/{run_dir.name} away to start anew, or put the file back"
+        )
+    return found
 
 
 # ---------------------------------------------------------------------------- what fits what

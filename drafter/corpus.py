@@ -69,21 +69,6 @@ def duplicate_key(messages: Iterable[Mapping]) -> bytes:
     return hashlib.sha256(canonical_json(turns)).digest()[:16]
 
 
-def split_by_hash(row_id: str, shares: Mapping[str, float], seed: int) -> str:
-    """The split of a corpus row, from its id alone: `shares` name the reserved splits, the rest is "train".
-
-    Streaming needs no list of rows and no order: the same row falls into the same split in every run.
-    """
-    assert sum(shares.values()) <= 1, shares
-    digest = hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
-    position = int.from_bytes(digest[:8], "big") / 2**64  # uniform in [0, 1)
-    for split, share in shares.items():
-        if position < share:
-            return split
-        position -= share
-    return "train"
-
-
 # ---------------------------------------------------------------------------- files that no step may open
 
 HELD_OUT_TOKENS = frozenset({"test", "validation", "valid", "dev", "eval"})

@@ -5,7 +5,6 @@ Exactly so in fp32; in bf16 the width of a matrix product can move a near-tie (d
 row at its own positions and masks by length, so that nothing but rounding can).
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,12 +85,10 @@ class DraftEngine:
             for row in rows
         ]
 
-    def warm_up(self, batch_size: int) -> float:
+    def warm_up(self, batch_size: int) -> None:
         """Drafts once alone and once in a batch of `batch_size`, so that no client pays for first-use costs
-        (kernel choice, thread pools, memory). Returns the seconds it took."""
-        started_s = time.perf_counter()
+        (kernel choice, thread pools, memory)."""
         k = min(16, self.context // 2)
         tokens = (self.example_tokens * self.context)[: min(256, self.context - k)]
         for size in {1, batch_size}:
             self.draft([DraftRequest(tokens, k)] * size)
-        return time.perf_counter() - started_s

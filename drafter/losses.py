@@ -88,8 +88,8 @@ def chunk_loss_and_gradient(logits: torch.Tensor, targets: Targets, weights: Any
     q_k = q.gather(1, targets.ids)  # [N, K]
     log_q_k = at_k - best - total.log()
     q_y, log_q_y = q_k[:, 0], log_q_k[:, 0]
-    # The student's tail, from the sum over the other ids where the K hold nearly everything.
-    q_t = (1 - q_k.sum(-1)).clamp_min(1e-9)
+    # The student's tail is the sum over the other ids: 1 - sum of the K has no digits left for a tail of 1e-8.
+    q_t = q.scatter_(1, targets.ids, 0.0).sum(-1).clamp_min(1e-12)
     p, p_t = targets.probabilities, targets.tail.clamp_min(1e-12)
     kl = (p * (p.clamp_min(1e-12).log() - log_q_k)).sum() + (p_t * (p_t.log() - q_t.log())).sum()
     sums = LossSums(float(kl), float(-log_q_y.sum()), float((1 - q_y).sum()), agreements, len(targets))

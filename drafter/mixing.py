@@ -10,6 +10,7 @@ Dims: B rows, T tokens, N supervised positions, K top-k.
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from drafter.losses import Targets
 from drafter.teacher_data import TeacherRow
 
 
-def row_tokens(row: TeacherRow) -> int:
+def row_tokens(row: Any) -> int:
     """Tokens of a row that pass through the student: the last continuation id predicts nothing."""
     return len(row.prompt_ids) + len(row.continuation_ids) - 1
 
@@ -94,12 +95,13 @@ class Batch:
     tokens: int  # without padding
 
 
-def collate(rows: Sequence[TeacherRow], device: torch.device | str = "cpu") -> Batch:
-    """Rows -> one right-padded batch. The one place that shifts: position t predicts the id at t + 1.
+def pad_rows(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids int64 [B, T], supervised positions int64 [N] in the flattened [B * T], and the ids they predict, int64 [N].
 
-    The supervised positions of a row with P prompt and C continuation ids are P - 1 .. P + C - 2: the last
-    prompt position predicts the first continuation id. They follow from lengths, never from comparing ids; no
-    attention mask is needed, for a causal position sees only what stands left of it, which is never padding.
+    The one place that shifts: position t predicts the id at t + 1. The supervised positions of a row with P prompt and
+    C continuation ids are P - 1 .. P + C - 2: the last prompt position predicts the first continuation id. They
+    follow from lengths, never from comparing ids; no attention mask is needed, for a causal position sees only what
+    stands left of it, which is never padding.
     """
     width = max(row_tokens(row) for row in rows)
     ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -109,20 +111,28 @@ def collate(rows: Sequence[TeacherRow], device: torch.device | str = "cpu") -> B
         ids[at, :prompt] = row.prompt_ids
         ids[at, prompt:tokens] = row.continuation_ids[:-1]
         supervised.append(np.arange(at * width + prompt - 1, at * width + tokens))
+    predicted = np.concatenate([np.asarray(row.continuation_ids, dtype=np.int64) for row in rows])
+    return ids, np.concatenate(supervised), predicted
+
+
+def collate(rows: Sequence[TeacherRow], device: torch.device | str = "cpu") -> Batch:
+    """Rows -> one batch with the teacher's targets."""
+    ids, supervised, predicted = pad_rows(rows)
     columns = [
         np.concatenate([getattr(row, name) for row in rows]) for name in ("topk_ids", "topk_logprobs", "tail_logprob")
     ]
+    assert (columns[0][:, 0] == predicted).all(), "the first of the top K is the token that was chosen"
     return Batch(
         torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.concatenate(supervised)).to(device),
+        torch.from_numpy(supervised).to(device),
         Targets.from_logprobs(*(torch.from_numpy(column).to(device) for column in columns)),
         sum(row_tokens(row) for row in rows),
     )
 
 
-def micro_batches(rows: Sequence[TeacherRow], micro_batch_tokens: int) -> Iterator[list[TeacherRow]]:
+def micro_batches(rows: Sequence[Any], micro_batch_tokens: int) -> Iterator[list[Any]]:
     """A step's rows, sorted by length and cut so that each padded batch holds at most `micro_batch_tokens`."""
-    batch: list[TeacherRow] = []
+    batch: list[Any] = []
     for row in sorted(rows, key=lambda row: (-row_tokens(row), row.id)):
         if batch and row_tokens(batch[0]) * (len(batch) + 1) > micro_batch_tokens:
             yield batch

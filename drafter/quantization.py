@@ -32,8 +32,9 @@ LEVELS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# Scales that are tried, as parts of the block's absmax; least squares then refines the best of them. On trained weights
-# this takes 21 % off absmax's squared error, 42 steps of 1 % from 0.79 to 1.21 another 0.9 % at four times the cost.
+# Scales that are tried, as parts of the block's absmax; least squares then refines the best of them. On a block of
+# SmolLM2-135M this takes 20 % off absmax's squared error. 43 steps of 1 % from 0.79 to 1.21 would take off another
+# 0.7 % of it, in (43 + 3) / (7 + 3) = 4.6 times the passes.
 CLIP_GRID = (1.0, 0.96, 0.92, 0.88, 0.84, 1.04, 1.08)
 # The smallest normal bf16. Below it a scale would be denormal, and kernels that flush denormals would read 0.
 MIN_SCALE = 2.0**-126
@@ -52,7 +53,7 @@ def check_finite(weight: Tensor, name: str = "tensor") -> None:
 
 
 def _all_finite(weight: Tensor) -> bool:
-    # NaN and inf survive a minimum and maximum, which need no temporaries (isfinite().all() takes six times longer)
+    # NaN and inf survive a minimum and maximum, which need no temporaries (isfinite().all() takes several times longer)
     return weight.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(weight))).all())
 
 
@@ -102,7 +103,7 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     [-1, 1] is cut into 128 cells, narrower than the closest two midpoints (0.081), so a cell holds one at most:
     code(x) = low[cell] + (x > split[cell]). This is exact for every float, not only nearly, because cell() is
     monotone: a midpoint in a lower cell is below x, one in a higher cell above it, and its own cell's is compared.
-    `torch.bucketize` gives the same codes (a test says so) at 17 ns an element instead of 2.
+    `torch.bucketize` gives the same codes (a test says so) and took more than four times as long.
     """
     levels = torch.tensor(LEVELS, device="cpu")
     midpoints = (levels[1:] + levels[:-1]) / 2  # [15]; a value on a midpoint takes the lower code, as in bitsandbytes

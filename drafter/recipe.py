@@ -25,6 +25,8 @@ from drafter.provenance import ROOT, read_json, sha256_json, write_json
 ARCHITECTURE = ROOT / "architecture.json"
 FORMAT = 1
 PHASES = ("distill", "expanded", "focused", "polish", "qat", "adapter")
+# Pools of teacher rows that a phase may train on. Selection, development and final rows are none of them.
+TRAIN_POOLS = ("distill.data", "distill.addon", "expanded.data", "expanded.extra", "focused")
 CATEGORIES = ("chat", "math", "code", "rewrite", "constraints", "summarise", "extract", "multilingual")
 
 # What a student may start from: general language models only. A drafter that another project has already
@@ -200,7 +202,7 @@ class Loss(Part):
 
 class Phase(Part):
     name: Literal[PHASES]
-    mix: Annotated[dict[str, float], Field(min_length=1)]  # pool of teacher rows -> weight
+    mix: Annotated[dict[Literal[TRAIN_POOLS], float], Field(min_length=1)]  # pool of teacher rows -> weight
     loss: Loss
     lr: Annotated[float, Field(gt=0)]
     warmup_steps: Annotated[int, Field(ge=0)]
@@ -230,7 +232,7 @@ class Packing(Part):
     linear: Literal["nf4"]
     block_size: Literal[64]
     embedding: Literal["int8"]
-    double_quant: bool
+    double_quant: Literal[False]
     storage: Literal["zst", "plain"]
 
 
@@ -257,7 +259,7 @@ class Recipe(Part):
     base: Base
     chat: ChatSettings
     corpora: tuple[Corpus, ...]
-    history: Literal["first_turn", "regenerate"]
+    history: Literal["first_turn", "regenerate"]  # regenerate: corpora step only, the teacher step refuses it yet
     caps: Caps
     synthetic: tuple[Synthetic, ...]
     focused: Focused

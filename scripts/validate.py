@@ -3,10 +3,11 @@
     python -m scripts.validate --recipe smollm2-quick --model model
     python -m scripts.validate --recipe smollm2-quick --model model --final my_final.jsonl
 
-Verifies the archive, has the teacher answer the `final` prompts (data/cache/RECIPE/prompts/final.jsonl, or a JSONL
-file of your own), scores the packed model. A number that is looked at twice becomes a number that is chosen: so
-MODEL/evidence/validation.json is written first (that the file was opened, then the result), and only then is the result
-printed. A second run on the same archive is refused; one that was cut off before its result may be finished.
+Verifies and loads the archive, holds it against the recipe, has the teacher answer the `final` prompts (by default
+data/cache/RECIPE/prompts/final.jsonl), scores the packed model. A number that is looked at twice becomes a number that
+is chosen: so MODEL/evidence/validation.json is written first (that the file was opened, then the result), and only then
+is the result printed. A second run on the same archive is refused; one that was cut off before its result may be
+finished.
 """
 
 import argparse
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from drafter.answers import answered_file
+from drafter.archive import FORMAT
 from drafter.console import run_command
 from drafter.provenance import command_line, read_json, relative, run_record, sha256_file, utc_now, write_json
 from drafter.recipe import Recipe, load_recipe
-from model_io import verify
+from model_io import load_model
+from scripts.download_models import is_complete
 from scripts.evaluate import Target, evaluate_targets, print_tables, train_families
+from scripts.pack_model import generation_settings
 
 # ---------------------------------------------------------------------------- evidence
 
@@ -64,6 +68,21 @@ def open_evidence(folder: Path, archive_id: str, final_sha256: str, run: dict[st
 # ---------------------------------------------------------------------------- the check
 
 
+def check_archive(recipe: Recipe, folder: Path) -> str:
+    """archive_id of a model that loads and was made with this recipe; ValueError says what differs."""
+    loaded = load_model(folder)  # verified, and built once: what can fail in loading fails here
+    packed = {"recipe": loaded.info["recipe"], **loaded.generation}
+    declared = {"recipe": recipe.name, "format": FORMAT, **generation_settings(recipe)}
+    if packed != declared:
+        differ = [f"{key}: {packed.get(key)!r} in the archive, {value!r} in the recipe"
+                  for key, value in declared.items() if packed.get(key) != value]  # fmt: skip
+        raise ValueError(
+            f"{relative(folder)} was not made with recipe {recipe.name} as it is now ({'; '.join(differ)}): name the "
+            f"recipe that it was made with, or pack it anew: python -m scripts.pack_model --recipe {recipe.name}"
+        )
+    return loaded.archive_id
+
+
 def validate(recipe: Recipe, folder: Path, final: Path, argv: Sequence[str]) -> dict[str, Any]:
     """Opens, answers, scores, writes -> the evidence record. ArchiveError or ValueError before the file is opened."""
     if not final.exists():
@@ -72,11 +91,14 @@ def validate(recipe: Recipe, folder: Path, final: Path, argv: Sequence[str]) -> 
             "makes them, or name your own with --final"
         )
     # Everything that can fail without the prompts fails here, while the archive still has its one chance.
-    archive = verify(folder)
-    if not (recipe.cache_dir / "models" / "teacher" / "config.json").exists():
-        raise ValueError(f"no teacher: run `python -m scripts.download_models --recipe {recipe.name}` first")
+    archive_id = check_archive(recipe, folder)
+    if not is_complete(recipe.cache_dir / "models" / "teacher", recipe.teacher):
+        raise ValueError(
+            "the teacher is missing, or its files are not those of the recipe: run "
+            f"`python -m scripts.download_models --recipe {recipe.name}` first"
+        )
     families = train_families(recipe)
-    path, record = open_evidence(folder, archive.archive_id, sha256_file(final), run_record(argv))
+    path, record = open_evidence(folder, archive_id, sha256_file(final), run_record(argv))
     rows = answered_file(final, recipe)
     [stage] = evaluate_targets([Target("packed", "packed", folder)], rows, recipe, families=families)
     record["result"] = {"finished": utc_now(), **stage}
@@ -88,7 +110,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     recipe = load_recipe(args.recipe)
     final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
     if args.dry_run:
-        plan = {"archive_id": verify(args.model).archive_id, "final": relative(final), "exists": final.exists()}
+        plan = {"archive_id": check_archive(recipe, args.model), "final": relative(final), "exists": final.exists()}
         print(json.dumps({**plan, "command": command_line(command)}))
         return
     record = validate(recipe, args.model, final, command)

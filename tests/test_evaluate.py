@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafter import acceptance, answers, results, scoring
 from drafter.copy_policy import prompt_lookup
-from drafter.provenance import read_json, sha256_file
+from drafter.provenance import read_json, sha256_file, sha256_folder, write_json
 from drafter.recipe import load_recipe
 from drafter.teacher_data import ShardWriter, TeacherRow
-from scripts import evaluate, validate
+from scripts import evaluate, pack_model, validate
 
 VOCAB, NUM_IDS, STOP = 40, 37, 2  # rows 37..39 of the table are padding
 
@@ -394,6 +394,10 @@ def test_evaluate_script(run_folder, student, rows, monkeypatch, capsys, tmp_pat
     assert (records["untrained"]["seconds"], records["distill"]["seconds"]) == (0.0, None)
     assert "τ@16 by category" in output
     assert results.read(run_folder.run_dir / "evaluation.json") == document
+    assert document["name"] == "evaluation" and "scripts.evaluate --recipe tiny --replay 6" in document["command"]
+    output = tmp_path / "lookup.json"
+    assert evaluate.main(["--recipe", "tiny", "--output", str(output), "prompt_lookup"]) == 0
+    assert results.read(output)["command"].endswith("--output lookup.json prompt_lookup")
 
 
 def test_evaluate_a_users_file(run_folder, monkeypatch, capsys, tmp_path):
@@ -430,7 +434,29 @@ def test_evaluate_errors_name_the_fix(run_folder, capsys, tmp_path):
     assert evaluate.main(["--recipe", "tiny", distill, distill]) == 1
     assert "NAME=PATH" in capsys.readouterr().err
     assert evaluate.main(["--recipe", "tiny", "--max-rows", "6", "--dry-run", distill]) == 0
-    assert last_json(capsys)[0]["rows"] == 6
+    plan = last_json(capsys)[0]
+    assert plan["rows"] == 6 and plan["missing"] == []
+    assert evaluate.main(["--recipe", "tiny", "--record", "My Table", "--dry-run", distill]) == 1
+    assert "lower-case letters" in capsys.readouterr().err  # an hour of scoring once ended in this error
+
+
+def test_dry_run_says_what_is_missing(run_folder, student, capsys, tmp_path):
+    """On a fresh clone --dry-run ended in the error of the first folder that it did not find."""
+    distill, nothing = str(run_folder.run_dir / "distill"), str(tmp_path / "nothing")
+    assert evaluate.main(["--recipe", "tiny", "--dry-run", "prompt_lookup", distill]) == 0
+    plan = last_json(capsys)[0]
+    assert plan["targets"][1]["weights"] == sum(p.numel() for p in student.parameters() if p.dim() > 1)
+    assert plan["memory_bytes"] > evaluate.MEMORY_BYTES and plan["estimated_s"] == 0
+    assert evaluate.main(["--recipe", "tiny", "--split", "selection", "--dry-run", distill, nothing]) == 0
+    plan = last_json(capsys)[0]
+    assert plan["rows"] == run_folder.splits.selection and plan["memory_bytes"] is plan["estimated_s"] is None
+    assert len(plan["missing"]) == 2 and "generate_teacher" in plan["missing"][0] and "nothing" in plan["missing"][1]
+    own = write_lines(tmp_path / "mine.jsonl", {"turns": ["abc", "def"]}, {"prompt": "ghi"})
+    assert evaluate.main(["--recipe", "tiny", "--prompts", str(own), "--dry-run", distill]) == 0
+    plan = last_json(capsys)[0]
+    assert (plan["rows"], plan["tokens"], plan["teacher_tokens_at_most"]) == (3, 3 + 3 * 20, 60)
+    assert evaluate.main(["--recipe", "tiny", "--prompts", nothing, "--dry-run", distill]) == 0
+    assert last_json(capsys)[0]["missing"] == ["no file nothing"]
 
 
 def test_validate_opens_the_final_file_once(run_folder, student, monkeypatch, capsys, tmp_path):
@@ -438,8 +464,11 @@ def test_validate_opens_the_final_file_once(run_folder, student, monkeypatch, ca
     printed, and ends a second run. A run that died between may be finished, with the same file only."""
     folder = tmp_path / "model"
     folder.mkdir()
-    archive = SimpleNamespace(archive_id="a" * 64)
-    monkeypatch.setattr(validate, "verify", lambda path: archive)
+    generation = {"format": 1, **pack_model.generation_settings(run_folder)}
+    archive = SimpleNamespace(archive_id="a" * 64, generation=generation, info={"recipe": "tiny"})
+    monkeypatch.setattr(validate, "load_model", lambda path: archive)
+    teacher_dir = run_folder.cache_dir / "models" / "teacher"
+    source = {"source": run_folder.teacher.source.model_dump(mode="json"), "files": sha256_folder(teacher_dir, ["*"])}
     monkeypatch.setattr(evaluate, "load_model", lambda path, form, dtype: StubLoaded(student))
     final = write_lines(tmp_path / "final.jsonl", {"prompt": "abc"}, {"prompt": "wxyz"})
     other = write_lines(tmp_path / "other.jsonl", {"prompt": "other"})
@@ -453,6 +482,16 @@ def test_validate_opens_the_final_file_once(run_folder, student, monkeypatch, ca
         assert opened["result"] is None and "scripts.validate" in opened["command"]
         raise OSError("power cut")
 
+    # what can fail without the prompts fails while the archive has its one chance
+    for changed in ({"info": {"recipe": "smollm2-quick"}}, {"generation": {**generation, "context": 64}}):
+        with monkeypatch.context() as patch:
+            patch.setattr(validate, "load_model", lambda path, c=changed: SimpleNamespace(**{**vars(archive), **c}))
+            for argv in ([*command, str(final)], [*command, str(final), "--dry-run"]):
+                assert validate.main(argv) == 1
+                assert "was not made with recipe tiny" in capsys.readouterr().err and not evidence.exists()
+    assert validate.main([*command, str(final)]) == 1
+    assert "python -m scripts.download_models --recipe tiny" in capsys.readouterr().err and not evidence.exists()
+    write_json(teacher_dir / "source.json", source)
     assert validate.main([*command, str(final), "--dry-run"]) == 0 and not evidence.exists()
     capsys.readouterr()
     monkeypatch.setattr(validate, "answered_file", dies)

@@ -2,6 +2,7 @@
 
 import collections
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -73,6 +74,32 @@ def test_a_category_yields_two_thousand_prompts_evenly(category):
     for row in rows[:100]:
         assert row["id"] == prompt_id(row["messages"])
         assert (row["source"], row["category"], row["split"]) == ("synthetic", category, "")
+
+
+def table_rows(path, columns):
+    """Cells of the first Markdown table of a file whose heading holds `columns`."""
+    lines = iter(path.read_text(encoding="utf-8").splitlines())
+    split = lambda line: [cell.strip() for cell in line.strip("|").split("|")]  # noqa: E731
+    assert any(split(line) == list(columns) for line in lines), f"{path.name} has no table {columns}"
+    next(lines)  # the ruler
+    return [split(line) for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+
+
+def test_the_datasheet_counts_what_there_is():
+    """data/README.md said how many skeletons there were a week before."""
+    rows = table_rows(ROOT / "data/README.md", ("category", "families", "skeletons"))
+    told = {name: (int(families), int(skeletons)) for name, families, skeletons in rows}
+    expected = {
+        category: (len(families), sum(len(family.skeletons) for family in families))
+        for category, families in FAMILIES.items()
+    }
+    expected["all English"] = (len(ENGLISH), sum(len(family.skeletons) for family in ENGLISH))
+    assert told == expected
+
+
+def test_the_schema_describes_every_category_once():
+    rows = table_rows(ROOT / "data/SCHEMA.md", ("category", "what belongs to it", "what does not"))
+    assert tuple(name.strip("`") for name, *_ in rows) == CATEGORIES
 
 
 # ---------------------------------------------------------------------------------------------------- drawing

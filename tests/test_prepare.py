@@ -242,10 +242,32 @@ def test_a_held_out_family_must_exist(world, capsys):
 
 def test_dry_run_writes_nothing(world, capsys):
     shutil.rmtree(world.recipe.cache_dir)
+    plans = {}
     for script in (*CHAIN, download_data):
         assert world.run(script, "--dry-run") == 0
-        assert isinstance(last_line(capsys), dict)
+        plans[script] = last_line(capsys)
     assert not world.recipe.cache_dir.exists()
+    assert {script: plans[script]["rows"] for script in CHAIN} == dict(zip(CHAIN, (85, 140, 70, 0, 70, 30), strict=True))
+    for plan in plans.values():
+        assert plan["dry_run"] and plan["files"] is not None
+        assert plan["memory_bytes"] > 0 and plan["estimated_s"] >= 0
+    assert plans[prepare_data]["prompt_tokens"] == 140 * _prompts.PROMPT_TOKENS
+
+
+def test_dry_run_knows_a_corpus_by_its_footer(world, capsys):
+    """Rows at most: unknown before the file is there, then those of its footer, or max_rows where that is less."""
+    declared = corpus("main/train-0.parquet")
+    world.change(corpora=(declared,))
+    assert world.run(extend_data, "--dry-run") == 0
+    [plan] = last_line(capsys)["corpora"]
+    assert (plan["present"], plan["rows_at_most"], plan["estimated_s"]) == (False, None, None)
+    place(world, ["How many?"] * 9)
+    for max_rows, rows in ((None, 9), (4, 4)):
+        world.change(corpora=(declared.model_copy(update={"max_rows": max_rows}),))
+        assert world.run(extend_data, "--dry-run") == 0
+        [plan] = last_line(capsys)["corpora"]
+        assert (plan["present"], plan["rows_at_most"]) == (True, rows)
+        assert plan["prompt_tokens_at_most"] == rows * 300
 
 
 def test_caps_that_leave_too_few_prompts_are_an_error(world, capsys):
@@ -328,7 +350,7 @@ def test_a_changed_or_unpinned_or_held_out_file_is_refused(world, capsys):
 def test_the_real_gsm8k_rows_go_through(world):
     source = ROOT.parent / "shared/corpora/openai--gsm8k/main/train-00000-of-00001.parquet"
     if not source.exists():
-        pytest.skip("the GSM8K train rows are not beside this checkout")
+        pytest.skip("no GSM8K train rows in ../shared/corpora on this machine")
     prepare_up_to_corpora(world)
     name = "main/train-00000-of-00001.parquet"
     path = world.root / "data/cache/corpora/openai--gsm8k" / REVISION / name
@@ -353,11 +375,13 @@ def hub(world, monkeypatch):
     path = world.root / "data/cache/corpora/openai--gsm8k" / REVISION / "main/train-0.parquet"
     content = path.read_bytes()
     path.unlink()
-    state = SimpleNamespace(path=path, content=content, published=hashlib.sha256(content).hexdigest(), fetched=0)
+    state = SimpleNamespace(path=path, content=content, fetched=0)
+    state.published, state.size = hashlib.sha256(content).hexdigest(), len(content)
 
     def get_paths_info(self, repo, paths, revision, repo_type):
         assert (repo, paths, revision, repo_type) == ("openai/gsm8k", ["main/train-0.parquet"], REVISION, "dataset")
-        return [SimpleNamespace(lfs=SimpleNamespace(sha256=state.published, size=len(state.content)))]
+        lfs = SimpleNamespace(sha256=state.published) if state.published else None
+        return [SimpleNamespace(lfs=lfs, size=state.size)]
 
     def hf_hub_download(repo, name, repo_type, revision, local_dir):
         assert (repo, repo_type, revision) == ("openai/gsm8k", "dataset", REVISION)
@@ -405,6 +429,35 @@ def test_download_refuses_wrong_bytes_and_a_moved_hash(world, hub, capsys):
     hub.published = "e" * 64
     assert world.run(download_data) == 1
     assert f"publishes sha256 {'e' * 64}, expected" in capsys.readouterr().err
+
+
+def test_a_hash_that_the_hub_does_not_publish_is_learnt_once(world, hub, capsys):
+    """A small file is kept in git, not in LFS: the hub names no sha256. The first download tells it, and a later one
+    that differs is refused; its size must be the published one from the start."""
+    hub.published, right = None, hub.content
+    hub.content += b"x"
+    assert world.run(download_data) == 1
+    assert f"size_bytes {len(right) + 1}, expected {len(right)}; not kept" in capsys.readouterr().err
+    hub.content = right
+    assert world.run(download_data) == 0
+    [known] = json.loads(download_data.LOCK.read_text())["files"].values()
+    assert known == {"sha256": hashlib.sha256(right).hexdigest(), "size_bytes": len(right)}
+    hub.path.unlink()
+    hub.content = b"x" + right[1:]
+    assert world.run(download_data) == 1
+    assert "not kept" in capsys.readouterr().err and not hub.path.exists()
+
+
+def test_a_hub_out_of_reach_is_one_line(world, hub, monkeypatch, capsys):
+    """The library lets its HTTP client's errors through, and those are no OSError: it ended in a traceback."""
+    import huggingface_hub
+
+    def unreachable(self, *arguments, **settings):
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_paths_info", unreachable)
+    assert world.run(download_data) == 1
+    assert "the hub cannot be asked (connection refused)" in capsys.readouterr().err
 
 
 def test_download_without_corpora_and_of_a_held_out_split(world, hub, capsys):

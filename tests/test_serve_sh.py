@@ -156,3 +156,23 @@ def test_wheels_are_installed_offline_and_by_hash(root):
         assert result.returncode == 0, result.stderr
         assert f"served by {root}/.venv/bin/python ['--port', '1']" in result.stdout
     assert "installing" not in result.stdout
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_is_no_environment_is_never_touched(root, tmp_path_factory, linked):
+    """With VENV=$HOME and incomplete wheels/ the clean-up of a failed install removed the home folder."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "thesis.txt").write_text("years of work")
+    (root / "wheels").mkdir()
+    (root / "requirements-serve.txt").write_text("torch==1.0 --hash=sha256:" + "0" * 64)
+    venv = home
+    if linked:
+        venv = root / "link"
+        venv.symlink_to(home)
+    result = run(root, VENV=str(venv))
+    assert_one_sentence(result, str(venv), "bin/python", "VENV")
+    assert (home / "thesis.txt").read_text() == "years of work" and list(home.iterdir()) == [home / "thesis.txt"]
+    assert not linked or venv.is_symlink()
+    (root / "gone").symlink_to(root / "nowhere")  # a link to nothing is there as well
+    assert_one_sentence(run(root, VENV=str(root / "gone")), "bin/python")
+    assert (root / "gone").is_symlink()

@@ -1,7 +1,9 @@
 """A packed archive behind the real process: python server.py, cut off from the network, and its client."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -9,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import model_io
 import server
+from drafter.checkpoint import Checkpoint
 from drafter.engine import DraftEngine, DraftRequest
 from drafter.recipe import RunDocument, load_recipe
 from scripts import draft_client
@@ -47,7 +52,7 @@ def model_dir(tmp_path_factory):
     make_random_model(recipe.base, folder / "student")
     model_io.pack_base(
         folder / "model",
-        weights=model_io.Checkpoint(folder / "student"),
+        weights=Checkpoint(folder / "student"),
         config=json.loads((folder / "student" / "config.json").read_text()),
         tokenizer_dir=folder / "student",
         generation=generation_settings(recipe),
@@ -64,13 +69,13 @@ def offline(tmp_path_factory):
     return {**{name: value for name, value in os.environ.items() if name not in ours}, "PYTHONPATH": str(folder)}
 
 
-@pytest.fixture(scope="module")
-def served(model_dir, offline):
+@contextlib.contextmanager
+def serving(model_dir, environment, *flags):
     """The url of the running process. It has to say nothing on stderr until it ends with 0."""
-    command = [sys.executable, str(ROOT / "server.py"), "--model-dir", str(model_dir), "--port", "0"]
+    command = ["bash", str(ROOT / "serve.sh"), "--port", "0", "--dtype", "float32", "--threads", "1", *flags]
     process = subprocess.Popen(
-        [*command, "--dtype", "float32", "--threads", "1"],
-        env=offline,
+        command,
+        env={**environment, "MODEL_DIR": str(model_dir), "VENV": sys.prefix},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,6 +90,12 @@ def served(model_dir, offline):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, offline):
+    with serving(model_dir, offline) as url:
+        yield url
 
 
 def test_the_cut_off_bites(offline):
@@ -146,3 +157,48 @@ def test_a_changed_byte_is_never_served(model_dir, tmp_path, capsys):
     assert server.main(["--model-dir", str(broken), "--port", "0"]) == 1
     captured = capsys.readouterr()
     assert name in captured.err and "sha256" in captured.err and "ready" not in captured.out
+
+
+def test_the_real_vocabulary_through_pack_load_and_serve(qwen3_tokenizer, offline, tmp_path):
+    """A Qwen3-shaped random student: 151,936 rows of which 151,669 ids exist, tied, with the real tokenizer.
+
+    The rows that are padding are four times as large as the others, so that an argmax over the whole table falls on
+    one of them at almost every step. Drafted over HTTP, such ids end a client's own tokenizer.
+    """
+    recipe = load_recipe("qwen3-8b")
+    num_ids, rows = recipe.base.num_ids, 151936
+    assert num_ids == 151669
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=rows, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=recipe.serving.context, tie_word_embeddings=True,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=sorted(recipe.base.stop_ids),
+    )  # fmt: skip
+    student = Qwen3ForCausalLM(config).bfloat16().requires_grad_(False)
+    student.model.embed_tokens.weight[num_ids:] *= 4
+    model_io.pack_base(
+        tmp_path / "model",
+        weights=student.state_dict(),
+        config=json.loads(config.to_json_string(use_diff=False)),
+        tokenizer_dir=qwen3_tokenizer,
+        generation=generation_settings(recipe),
+        architecture=RunDocument(recipe, []).document(),
+    )
+    loaded = model_io.load_model(tmp_path / "model", dtype="float32")
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    engine = DraftEngine(loaded, threads=1)
+    source = random.Random(0)
+    texts = ("What is 2 + 2?", "Wie geht's? 你好")
+    prompts = [loaded.chat.render([{"role": "user", "content": text}]) for text in texts]
+    prompts += [[source.randrange(num_ids) for _ in range(length)] for length in (1, 33, 200)]
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=torch.tensor([prompts[0]])).logits[0]
+    assert (logits.argmax(-1) >= num_ids).float().mean() > 0.5, "padding must win without the cut for the test to bite"
+    with serving(tmp_path / "model", offline, "--max-batch-size", "2") as url:
+        for tokens in prompts:
+            answer = draft_client.ask(f"{url}/draft", {"tokens": tokens})
+            direct = engine.draft([DraftRequest(tokens, recipe.serving.num_draft_tokens)])[0]
+            assert (answer["draft"], answer["finish_reason"]) == (direct.tokens, direct.finish_reason)
+            assert all(0 <= token < num_ids for token in answer["draft"]) and answer["model"] == loaded.archive_id
+        with pytest.raises(ValueError, match="422"):
+            draft_client.ask(f"{url}/draft", {"tokens": [num_ids]})

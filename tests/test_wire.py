@@ -50,7 +50,7 @@ REFUSED = [
     '{"tokens":[-1]}', '{"tokens":[1000]}', '{"tokens":[1],"extra":1}', '{"tokens":[1],"num_draft_tokens":0}',
     '{"tokens":[1],"num_draft_tokens":65}', '{"tokens":[1],"num_draft_tokens":true}', '{"tokens":[1],"session":7}',
     '{"tokens":[1],"num_draft_tokens":null}', '{"tokens":[1],"accepted":-1}', '{"tokens":[1],"accepted":1.0}',
-    '{"tokens":[1],"session":""}', '{"tokens":[1],"sources":1}', "7", "null", '"x"',
+    '{"tokens":[1],"accepted":3}', '{"tokens":[1],"session":""}', '{"tokens":[1],"sources":1}', "7", "null", '"x"',
 ]  # fmt: skip
 
 
@@ -145,10 +145,13 @@ def test_every_other_answer_has_the_same_shape(client):
 def test_metrics_count(client):
     client.post("/draft", json={"tokens": [1], "session": "s", "accepted": 3})
     client.post("/draft", json={"tokens": []})
+    # a report counts with its answer: this client asks again, and would be counted twice
+    assert client.post("/draft", json={"tokens": [666], "session": "s", "accepted": 5}).status_code == 500
     text = client.get("/metrics").text
     for line in (
         'drafter_requests_total{status="200"} 1.0', 'drafter_requests_total{status="422"} 1.0',
-        "drafter_drafted_tokens_total 16.0", "drafter_accepted_tokens_total 3.0", "drafter_batch_size_count 1.0",
+        "drafter_drafted_tokens_total 16.0", "drafter_accepted_tokens_total 3.0", "drafter_accepted_reports_total 1.0",
+        "drafter_batch_size_count 1.0",
     ):  # fmt: skip
         assert line in text
 
