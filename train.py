@@ -349,6 +349,7 @@ def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> di
     entry = {
         "phase": phase.name, **run_record(),
         "parent_sha256": parent_sha256, "checkpoint_sha256": sha256_file(weights_file),
+        **({"scales_sha256": sha256_file(folder / "nf4_scales.safetensors")} if phase.name == "qat" else {}),
         **({"base_sha256": trainer.base_sha256} if trainer.adapter is not None else {}),
         "data_sha256": sha256_json(manifest), "data": manifest,
         "steps": steps, "rows": rows, "tokens": progress.tokens, "supervised_tokens": supervised,

@@ -76,13 +76,24 @@ def checked_weights(run_dir: Path, phase_log: Sequence[Mapping[str, Any]], phase
     if logged is None:
         step = "-m scripts.prune_layers" if phase == "student" else f"train.py --phase {phase}"
         raise ValueError(f"phase {phase} is not in phase_log of {run_dir}. Next: python {step} --recipe {run_dir.name}")
+    _refuse_other(path, logged, run_dir)
+    return logged
+
+
+def checked_scales(run_dir: Path, phase_log: Sequence[Mapping[str, Any]]) -> Path:
+    """The block scales that qat trained with; ValueError when they are not those that phase_log names."""
+    path = run_dir / "qat" / "nf4_scales.safetensors"
+    _refuse_other(path, next(entry["scales_sha256"] for entry in phase_log if entry["phase"] == "qat"), run_dir)
+    return path
+
+
+def _refuse_other(path: Path, logged: str, run_dir: Path) -> None:
     found = sha256_file(path) if path.exists() else "none, for the file is missing"
     if found != logged:
         raise ValueError(
             f"{path}: phase_log says sha256 {logged}, found {found}: the lineage is broken. "
             f"Move runs/{run_dir.name} away to start anew, or put the file back"
         )
-    return found
 
 
 # ---------------------------------------------------------------------------- what fits what

@@ -273,7 +273,7 @@ HEAD_ROWS = 512  # positions whose logits exist at one time (drafter.scoring.sco
 
 
 def shape_of(folder: Path) -> dict[str, int]:
-    """Weights that a token passes, V and the MLP's width, from config.json (a checkpoint's, or a packed model's own)."""
+    """Weights that a token passes, V and the MLP's width, from config.json (checkpoints and packed models hold one)."""
     config = read_json(folder / "config.json")
     hidden, heads, width = config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // heads

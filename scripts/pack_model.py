@@ -51,7 +51,7 @@ def pack_phase(
     """
     from safetensors.torch import load_file
 
-    from drafter.checkpoint import Checkpoint, checked_weights
+    from drafter.checkpoint import Checkpoint, checked_scales, checked_weights
     from model_io import pack_base
 
     run_dir = run_dir or recipe.run_dir
@@ -70,7 +70,7 @@ def pack_phase(
         tokenizer_dir=folder,
         generation=generation_settings(recipe),
         architecture=run.document(),
-        scales=load_file(folder / "nf4_scales.safetensors") if phase == "qat" else None,
+        scales=load_file(checked_scales(run_dir, run.phase_log)) if phase == "qat" else None,
         storage=storage or recipe.packing.storage,
         teacher_dir=teacher,
         source=(phase, checkpoint_sha256),

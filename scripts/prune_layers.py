@@ -202,10 +202,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
-    if arguments.dry_run:
-        report = plan(recipe)
-    else:
-        report = prune(recipe)
+    report = plan(recipe) if arguments.dry_run else prune(recipe)
     folder = relative(recipe.run_dir / "student")
     print(json.dumps({"step": "prune_layers", "recipe": recipe.name, "folder": folder, **report}))
 

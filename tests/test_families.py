@@ -36,8 +36,7 @@ def test_there_are_enough_distinct_skeletons():
     names = [family.name for family in ALL]
     assert len(set(names)) == len(names)
     assert all(family.category == category for category, families in FAMILIES.items() for family in families)
-    assert all("/" not in name for name in names), (
-        "'/' separates family and skeleton in a row's family column")
+    assert all("/" not in name for name in names), "'/' separates family and skeleton in a row's family column"
 
 
 def test_skeletons_differ_in_more_than_their_slots():
@@ -57,8 +56,7 @@ def test_every_slot_is_filled(family):
             assert messages[-1]["role"] == "user" and 8 <= len(content) <= 900
             assert not re.search(r"\{[a-z_]\w*\}|\{\}", content), content
             assert len(messages) == (2 if family.system else 1)
-            assert not re.search(r"\ba (umbrella|owl|egg|apple|accountant|architect|electrician|octopus)\b",
-                                 content)
+            assert not re.search(r"\ba (umbrella|owl|egg|apple|accountant|architect|electrician|octopus)\b", content)
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
@@ -86,7 +84,7 @@ def table_rows(path, columns):
 
 
 def test_the_datasheet_counts_what_there_is():
-    """data/README.md said how many skeletons there were a week before."""
+    """A count that nobody checks is wrong with the next skeleton."""
     rows = table_rows(ROOT / "data/README.md", ("category", "families", "skeletons"))
     told = {name: (int(families), int(skeletons)) for name, families, skeletons in rows}
     expected = {
@@ -112,9 +110,9 @@ def test_rows_do_not_depend_on_the_process():
     here = hashlib.sha256(repr([draw(category, 60, 5) for category in CATEGORIES]).encode()).hexdigest()
     for hash_seed in ("1", "77"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT,
-                                capture_output=True,
-                                text=True, timeout=100)
+        result = subprocess.run(
+            [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
         assert result.stdout.strip() == here, result.stderr
 
 
@@ -136,8 +134,9 @@ def test_reserved_skeletons_and_families_are_left_out():
     assert all(int(row["family"].split("/")[1]) % 5 for row in rows)
     # Reserving skeletons must not change the fillings of the others: their answers may exist already.
     ids = {row["id"] for row in rows}
-    kept = [row for row in draw("chat", 400, 1) if family_of(row) != reserved.name
-            and int(row["family"].split("/")[1]) % 5]
+    kept = [
+        row for row in draw("chat", 400, 1) if family_of(row) != reserved.name and int(row["family"].split("/")[1]) % 5
+    ]
     assert all(row["id"] in ids for row in kept)
 
 
@@ -201,5 +200,4 @@ def test_word_problems_work_out(seed):
     sample = [int(value) for value in series["sample"].split(", ")]
     assert min(sample) > 0 and sum(sample) % 4 == 0
     rising = [int(value) for value in series["rising"].split(", ")]
-    assert {later - earlier for earlier, later in zip(rising, rising[1:],
-                                                      strict=False)} == {int(series["step"])}
+    assert {later - earlier for earlier, later in zip(rising, rising[1:], strict=False)} == {int(series["step"])}

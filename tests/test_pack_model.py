@@ -24,6 +24,8 @@ def log_phase(run_dir, recipe, phase: str) -> None:
     log = RunDocument.read(path).phase_log if path.exists() else []
     name = "adapter.safetensors" if phase == "adapter" else "model.safetensors"
     entry = {"phase": phase, "checkpoint_sha256": sha256_file(run_dir / phase / name)}
+    if phase == "qat":
+        entry["scales_sha256"] = sha256_file(run_dir / "qat" / "nf4_scales.safetensors")
     log = [other for other in log if other["phase"] != phase]
     write_json(path, RunDocument(recipe, [*log, entry]).document())
 
@@ -237,3 +239,14 @@ def test_flags_that_contradict(capsys):
         with pytest.raises(SystemExit):
             pack_model.main(argv)
     assert "bytes unchanged" in capsys.readouterr().err
+
+
+def test_scales_of_another_training_are_refused(run):
+    """The block scales lay beside the checkpoint, in no hash: swapped ones packed other codes under the same log."""
+    recipe, run_dir = run
+    path = run_dir / "qat" / "nf4_scales.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=f"nf4_scales.*found {sha256_file(path)}.*lineage is broken"):
+        pack_model.pack_phase(recipe, "qat", run_dir / "base")

@@ -1,10 +1,8 @@
 """Authored, seeded prompt families: the synthetic part of every recipe.
 
-A category (chat, math, ...) holds families; a family holds skeletons,
-`str.format` templates whose slots one `fill`
-function supplies. One prompt = one skeleton x one filling. Skeletons, not prompts,
-are what evaluation reserves:
-two fillings of one skeleton are near-duplicates, and a split by prompt would measure memory.
+A category (chat, math, ...) holds families; a family holds skeletons, `str.format` templates whose slots one `fill`
+function supplies. One prompt = one skeleton x one filling. Skeletons, not prompts, are what evaluation reserves: two
+fillings of one skeleton are near-duplicates, and a split by prompt would measure memory.
 """
 
 import hashlib
@@ -63,8 +61,7 @@ def draw(
 ) -> list[dict]:
     """Draw `count` distinct prompt rows of a category.
 
-    Families take turns, and within a family its skeletons take turns,
-    both in an order shuffled by the seed; so
+    Families take turns, and within a family its skeletons take turns, both in an order shuffled by the seed; so
     counts per family differ by at most one while no family is used up. `count` decides nothing but where the
     drawing stops: a smaller count gives a prefix of a larger one, so a recipe that grows keeps its answers.
 
