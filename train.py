@@ -20,12 +20,10 @@ Dims: B rows, T tokens, N supervised positions, D hidden, V existing ids.
 """
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import math
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,6 +39,7 @@ from drafter.checkpoint import checked_weights
 from drafter.console import progress_bar, run_command
 from drafter.decoding import load_causal_lm, neutral_generation_config
 from drafter.losses import LossSums, distillation_loss
+from drafter.memory import keep_freed_memory
 from drafter.mixing import collate, micro_batches, plan_steps, row_tokens
 from drafter.provenance import code_hash, run_record, sha256_file, sha256_json
 from drafter.recipe import PHASES, TRAIN_POOLS, Phase, Recipe, RunDocument, load_recipe, recipe_names
@@ -298,16 +297,6 @@ def save_phase(trainer: Trainer) -> Path:
 # ---------------------------------------------------------------------------- one phase
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep freed blocks. It gives back every block above 32 MB at once, and each step then pays the page
-    faults of all its activations and logits again: 12 % of a step here. Other C libraries are left as they are."""
-    mmap_threshold, trim_threshold = -3, -1  # names of <malloc.h>
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
-
-
 def selection_score(trainer: Trainer, rows: list[TeacherRow], stage: str) -> StageResult:
     recipe = trainer.recipe
     return evaluate_model(
@@ -375,7 +364,6 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
     """The phase, or with "all" every phase that phase_log does not hold yet. Returns the new log entries."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    keep_freed_memory()
     run = RunDocument.open(recipe)
     if phase_name != "all" and run.finished(phase_name):
         raise ValueError(f"phase {phase_name} is finished already; move runs/{recipe.name} away to train anew")
@@ -384,7 +372,8 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
         if phase_name not in ("all", phase.name) or run.finished(phase.name):
             continue
         partial = recipe.run_dir / f"{phase.name}.partial" / "state.safetensors"
-        entries.append(train_phase(run, phase, device, resume and (phase_name != "all" or partial.exists())))
+        with keep_freed_memory():
+            entries.append(train_phase(run, phase, device, resume and (phase_name != "all" or partial.exists())))
     return entries
 
 

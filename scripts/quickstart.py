@@ -201,7 +201,7 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
     print(f"{summary['elapsed_s']:.0f} s in all, peak memory {usage / 1e6:.2f} GB. Serve it: bash serve.sh")
     if record:
         print(f"recorded in {relative(results.record(document))}")
-        costs = [{"step": step, "seconds": seconds} for step, seconds in clock.seconds.items()]
+        costs = [{"step": step, "seconds": spent, "peak_memory_bytes": None} for step, spent in clock.seconds.items()]
         costs.append(
             {"step": "all", "seconds": summary["elapsed_s"], "peak_memory_bytes": summary["peak_memory_bytes"]}
         )
