@@ -21,6 +21,7 @@ Dims: B rows, T tokens, N supervised positions, D hidden, V existing ids.
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import shutil
@@ -39,7 +40,6 @@ from drafter.checkpoint import checked_weights
 from drafter.console import progress_bar, run_command
 from drafter.decoding import load_causal_lm, neutral_generation_config
 from drafter.losses import LossSums, distillation_loss
-from drafter.memory import keep_freed_memory
 from drafter.mixing import collate, micro_batches, plan_steps, row_tokens
 from drafter.provenance import code_hash, run_record, sha256_file, sha256_json
 from drafter.recipe import PHASES, TRAIN_POOLS, Phase, Recipe, RunDocument, load_recipe, recipe_names
@@ -372,8 +372,8 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
         if phase_name not in ("all", phase.name) or run.finished(phase.name):
             continue
         partial = recipe.run_dir / f"{phase.name}.partial" / "state.safetensors"
-        with keep_freed_memory():
-            entries.append(train_phase(run, phase, device, resume and (phase_name != "all" or partial.exists())))
+        entries.append(train_phase(run, phase, device, resume and (phase_name != "all" or partial.exists())))
+        gc.collect()  # a trainer holds its model and optimizer in cycles; the next phase needs their memory
     return entries
 
 

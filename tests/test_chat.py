@@ -89,3 +89,12 @@ def test_text_survives_and_bad_conversations_do_not(tiny):
     for messages in ([], [{"role": "assistant", "content": "x"}], [{"role": "system", "content": "x"}]):
         with pytest.raises(ValueError, match="ends with a user turn"):
             chat.render(messages)
+
+
+def test_no_other_place_renders_a_template():
+    """TOK-1: a template call that leaves the switch unset means whatever its author chose; there is one caller."""
+    from drafter.provenance import ROOT
+
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("drafter/*.py"), *ROOT.glob("scripts/**/*.py")]
+    callers = [path.relative_to(ROOT).as_posix() for path in sources if "apply_chat_template(" in path.read_text()]
+    assert callers == ["drafter/chat.py"]
