@@ -1,6 +1,7 @@
 """What several test files share: one thread (they run beside each other), and the whole chain on `tiny`, made once."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 
 from drafter.console import quiet_libraries
 from drafter.recipe import Recipe, load_recipe
+
+# scripts/test.sh may run in an environment that VENV names; what serve.sh finds in a test must not depend on it.
+os.environ.pop("VENV", None)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
