@@ -252,12 +252,14 @@ class Server(uvicorn.Server):
         print(f"curl -s {url}/draft -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
-def load_engine(model_dir: Path, dtype: str, threads: int | None) -> Any:
+def load_engine(model_dir: Path, dtype: str, threads: int | None, engine: str, kernel: str) -> Any:
     # Imported here, on the worker thread: torch takes seconds to import, and /health answers meanwhile.
-    from drafter.engine import DraftEngine
+    from drafter.engine import DraftEngine, TransformersEngine
     from model_io import load_model
 
-    return DraftEngine(load_model(model_dir, form="merged", dtype=dtype), threads=threads)
+    if engine == "transformers":
+        return TransformersEngine(load_model(model_dir, form="merged", dtype=dtype), threads=threads)
+    return DraftEngine(load_model(model_dir, form="packed", dtype=dtype), threads=threads, kernel=kernel)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -281,6 +283,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=env("THREADS"), help="CPU threads of the engine (default: all cores)")
     dtypes = ("bfloat16", "float32")
     add("--dtype", choices=dtypes, default=env("DTYPE", dtypes[0]), help="float32: slower, exact in every batch")
+    engines, kernels = ("own", "transformers"), ("auto", "native", "plain")
+    add("--engine", choices=engines, default=env("ENGINE", "own"), help="transformers: slower, to compare with")
+    add("--kernel", choices=kernels, default=env("KERNEL", "auto"), help="of the own engine; plain needs no compiler")
     args = parser.parse_args(argv)
     for name in ("max_batch_size", "queue_limit", "deadline_s", "max_body_bytes", "threads"):
         if (value := getattr(args, name)) is not None and value <= 0:
@@ -318,7 +323,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"server: cannot listen on {args.host}:{args.port} ({error}); choose another: --port", file=sys.stderr)
         return 1
     app = create_app(
-        engine_loader=functools.partial(load_engine, args.model_dir, args.dtype, args.threads), settings=settings
+        engine_loader=functools.partial(
+            load_engine, args.model_dir, args.dtype, args.threads, args.engine, args.kernel
+        ),
+        settings=settings,
     )
     config = uvicorn.Config(
         app,

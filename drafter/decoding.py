@@ -43,6 +43,7 @@ class Decoded:
     tail_logprob: np.ndarray | None = None  # float32 [T], log of the mass outside the top K
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    cached_tokens: int = 0  # positions that a prefix cache had
 
 
 # ---------------------------------------------------------------------------- models
@@ -169,7 +170,8 @@ class _Slot:
     top_k: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)
 
 
-def _limits(max_new_tokens: int | Sequence[int], prompts: Sequence[Sequence[int]], num_ids: int) -> list[int]:
+def checked_limits(max_new_tokens: int | Sequence[int], prompts: Sequence[Sequence[int]], num_ids: int) -> list[int]:
+    """One limit a prompt; ValueError for an empty prompt, an id that does not exist, a limit below 1."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise ValueError(f"{len(limits)} limits for {len(prompts)} prompts")
@@ -204,7 +206,7 @@ def greedy_decode(
     gets the number of tokens of each step.
     ValueError for an empty prompt, an id that does not exist, a limit below 1.
     """
-    limits = _limits(max_new_tokens, prompts, num_ids)
+    limits = checked_limits(max_new_tokens, prompts, num_ids)
     stops = frozenset(stop_ids)
     results: list[Decoded | None] = [None] * len(prompts)
     if not prompts:

@@ -1,19 +1,31 @@
 """DraftEngine: token ids in, drafted token ids out. No queue, no HTTP.
 
-A draft is a function of weights and tokens alone: the same alone or in any batch, after any other request.
-Exactly so in fp32; in bf16 the width of a matrix product can move a near-tie (drafter/decoding.py keeps every
-row at its own positions and masks by length, so that nothing but rounding can).
+A draft is a function of weights and tokens alone: the same alone or in any batch, after any other request, with a cold
+or a warm cache. Exactly so in fp32; in bf16 the width of a matrix product can move a near-tie.
+
+    engine = DraftEngine(load_model("model", form="packed"))                       # the own forward pass
+    engine = TransformersEngine(load_model("model", form="merged"))                # plain transformers: the oracle
+    drafts = engine.draft([DraftRequest(tokens, 16)])
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from drafter.decoding import greedy_decode
+from drafter import stepping
+from drafter.decoder import Decoder, decoder_of
+from drafter.decoding import Decoded, greedy_decode
+from drafter.kernel_check import check_kernels
+from drafter.native import BuildError, NativeForward
+from drafter.plain import PlainForward
+from drafter.prefix_cache import PrefixCache
 
 EXAMPLE = "Write one sentence about the sea."
+KERNELS = ("auto", "native", "plain")
+PREFIX_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,15 @@ class Draft:
     timings: dict[str, float]  # prefill_ms, draft_ms, cached_tokens, batch_size
 
 
-class DraftEngine:
-    """Drafts with a loaded archive (model_io.load_model, merged form) through the batched greedy loop."""
+class _Engine:
+    """What both engines know of a loaded archive, and the contract of a draft."""
 
-    def __init__(self, loaded: Any, *, threads: int | None = None):
+    name: str
+
+    def __init__(self, loaded: Any, threads: int | None):
         if threads is not None:
             # The number belongs to the calling thread: make the engine on the thread that will use it.
             torch.set_num_threads(threads)
-        self.model = loaded.model
         self.archive_id: str = loaded.archive_id
         self.context: int = loaded.context
         self.num_ids: int = loaded.num_ids
@@ -49,8 +62,7 @@ class DraftEngine:
             "stop_ids": sorted(self.stop_ids),
             "num_ids": self.num_ids,
             "thinking": loaded.chat.thinking,
-            "engine": "transformers",
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "engine": self.name,
         }
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -63,14 +75,7 @@ class DraftEngine:
             if len(request.tokens) + request.k > self.context:
                 length = f"{len(request.tokens)} tokens + {request.k} drafted"
                 raise ValueError(f"prompt {index}: {length} is more than the context of {self.context}")
-        rows = greedy_decode(
-            self.model,
-            [request.tokens for request in requests],
-            [request.k for request in requests],
-            stop_ids=self.stop_ids,
-            num_ids=self.num_ids,
-            batch_size=max(1, len(requests)),
-        )
+        rows = self._decode([request.tokens for request in requests], [request.k for request in requests])
         return [
             Draft(
                 row.tokens,
@@ -78,12 +83,15 @@ class DraftEngine:
                 {
                     "prefill_ms": round(row.prefill_s * 1000, 3),
                     "draft_ms": round(row.decode_s * 1000, 3),
-                    "cached_tokens": 0,
+                    "cached_tokens": row.cached_tokens,
                     "batch_size": len(requests),
                 },
             )
             for row in rows
         ]
+
+    def _decode(self, prompts: list[Sequence[int]], limits: list[int]) -> list[Decoded]:
+        raise NotImplementedError
 
     def warm_up(self, batch_size: int) -> None:
         """Drafts once alone and once in a batch of `batch_size`, so that no client pays for first-use costs
@@ -92,3 +100,76 @@ class DraftEngine:
         tokens = (self.example_tokens * self.context)[: min(256, self.context - k)]
         for size in {1, batch_size}:
             self.draft([DraftRequest(tokens, k)] * size)
+
+
+class TransformersEngine(_Engine):
+    """Drafts with a loaded archive in merged form through the batched greedy loop: slower, and the oracle."""
+
+    name = "transformers"
+
+    def __init__(self, loaded: Any, *, threads: int | None = None):
+        super().__init__(loaded, threads)
+        self.model = loaded.model
+        self.info["dtype"] = str(self.model.dtype).removeprefix("torch.")
+
+    def _decode(self, prompts, limits):
+        settings = {"stop_ids": self.stop_ids, "num_ids": self.num_ids, "batch_size": max(1, len(prompts))}
+        return greedy_decode(self.model, prompts, limits, **settings)
+
+
+class DraftEngine(_Engine):
+    """Drafts with a loaded archive: own forward pass, prefix cache, ragged batches. Computes in the dtype that it was
+    loaded with; the native kernels take the packed form as it is."""
+
+    name = "own"
+
+    def __init__(
+        self,
+        loaded: Any,
+        *,
+        kernel: str = "auto",
+        device: str = "cpu",
+        threads: int | None = None,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    ):
+        super().__init__(loaded, threads)
+        settings = {"num_ids": self.num_ids, "positions": self.context}
+        decoder = decoder_of(loaded.model, loaded.tensors, loaded.adapter, **settings)
+        self.forward = choose_forward(decoder, kernel, loaded.model.dtype, device)
+        self.info |= {"kernel": self.forward.name, "dtype": str(self.forward.dtype).removeprefix("torch.")}
+        self.cache = self.forward.new_cache(1, self.context)
+        self.prefix_cache = None
+        if prefix_cache_bytes:
+            shape = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
+            self.prefix_cache = PrefixCache(prefix_cache_bytes, *shape, self.cache.keys.dtype, device)
+
+    def _decode(self, prompts, limits):
+        if len(prompts) > self.cache.slots:  # pages are taken as they are filled
+            self.cache = None  # the old one first: what it held is in the prefix cache
+            self.cache = self.forward.new_cache(len(prompts), self.context)
+        settings = {"stop_ids": self.stop_ids, "prefix_cache": self.prefix_cache}
+        return stepping.decode(self.forward, self.cache, prompts, limits, **settings)
+
+
+def choose_forward(
+    decoder: Decoder, kernel: str = "auto", dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> NativeForward | PlainForward:
+    """The forward pass for this machine. `auto` takes the native one where it can be had, and says why not otherwise.
+
+    ValueError for an unknown kernel, or `native` where it cannot run (another dtype or device, shapes, no compiler).
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be {', '.join(KERNELS)}, not {kernel!r}")
+    fits = device == "cpu" and dtype == torch.bfloat16
+    if kernel == "plain" or (kernel == "auto" and not fits):
+        return PlainForward(decoder, dtype=dtype, device=device)
+    try:
+        if not fits:
+            raise ValueError(f"the native kernels compute in bfloat16 on the CPU, not in {dtype} on {device}")
+        check_kernels()
+        return NativeForward(decoder, threads=torch.get_num_threads())
+    except (BuildError, ValueError) as error:
+        if kernel == "native":
+            raise ValueError(f"--kernel native: {error}; --kernel plain runs without") from None
+        print(f"native kernels are off: {error}; the plain path runs", file=sys.stderr, flush=True)
+        return PlainForward(decoder, dtype=dtype, device=device)

@@ -94,6 +94,36 @@ def _forward(model: Any, rows: Sequence[Any], num_ids: int, head_rows: int, with
     return [Score(acceptance.run_lengths(one), gap) for one, gap in zip(bits, between, strict=True)]
 
 
+def score_forward(
+    forward: Any, rows: Sequence[Any], *, with_gaps: bool = False, progress: Callable[[int], None] | None = None
+) -> list[Score]:
+    """The same bits from an engine's own forward pass (drafter.native, drafter.plain), row by row: what is served.
+
+    Raises ValueError for a row without prompt or continuation, or longer than the engine's positions.
+    """
+    longest = max((len(row.prompt_ids) + len(row.continuation_ids) for row in rows), default=1)
+    if longest > forward.decoder.positions:
+        raise ValueError(f"a row has {longest} tokens, more than the engine's {forward.decoder.positions} positions")
+    cache, scores = forward.new_cache(1, longest), []
+    for index, row in enumerate(rows):
+        if len(row.prompt_ids) == 0 or len(row.continuation_ids) == 0:
+            raise ValueError(f"row {index} ({getattr(row, 'id', '?')}) has an empty prompt or continuation")
+        text = [*row.prompt_ids, *row.continuation_ids][:-1]  # the last token predicts nothing that is stored
+        first, ids, gaps = len(row.prompt_ids) - 1, [], []
+        step = min(forward.max_tokens, forward.max_wanted)
+        for at in range(0, len(text), step):
+            piece = text[at : at + step]
+            wanted = list(range(max(0, first - at), len(piece)))
+            choice = forward(cache, piece, [0] * len(piece), list(range(at, at + len(piece))), wanted)
+            ids += choice.ids
+            gaps += choice.gaps
+        bits = np.array(ids) == np.array(row.continuation_ids)
+        scores.append(Score(acceptance.run_lengths(bits), np.array(gaps, np.float32) if with_gaps else None))
+        if progress is not None:
+            progress(1)
+    return scores
+
+
 def score_prompt_lookup(rows: Sequence[Any], max_k: int) -> list[Score]:
     """Prompt lookup drafted at every position. A draft for a smaller k is a beginning of it: one pass for all k."""
     scores = []

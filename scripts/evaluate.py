@@ -14,6 +14,7 @@ that of --record or `evaluation`. --dry-run estimates memory and time, and says 
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -29,14 +30,16 @@ from drafter import acceptance, results
 from drafter.answers import CHARS_PER_ID, answered_file, read_conversations
 from drafter.console import progress_bar, run_command
 from drafter.decoding import greedy_decode, load_causal_lm
-from drafter.engine import DraftEngine, DraftRequest
+from drafter.engine import KERNELS, DraftEngine, DraftRequest, TransformersEngine
 from drafter.provenance import read_json, relative, sha256_file, write_json
 from drafter.recipe import Recipe, RunDocument, load_recipe
 from drafter.scoring import (
     FORWARD_FLOPS_PER_S,
+    Score,
     StageResult,
     evaluate_prompt_lookup,
     replay_parity,
+    score_forward,
     score_model,
     summarise,
 )
@@ -84,32 +87,45 @@ def parse_target(text: str, recipe: Recipe) -> Target:
 class Opened:
     """A target ready to score; `draft_batch` makes real drafts of at most k ids for a list of prefixes."""
 
-    model: Any
-    num_ids: int
+    layers: int
+    score: Callable[..., list[Score]]  # (rows, with_gaps=, progress=)
     draft_batch: Callable[[list[list[int]], int], list[list[int]]]
 
 
-def open_target(target: Target, recipe: Recipe, dtype: torch.dtype) -> Opened:
+def open_target(
+    target: Target, recipe: Recipe, dtype: torch.dtype, engine: str = "own", kernel: str = "auto"
+) -> Opened:
     """Loads through the loader and the engine that the server uses; checkpoints through the plain decode loop."""
     stop_ids, num_ids = recipe.base.stop_ids, recipe.base.num_ids
-    if target.kind == "packed":
-        loaded = load_model(target.path, form="merged", dtype=dtype)
-        packed = {"thinking": loaded.chat.thinking, "stop_ids": sorted(loaded.stop_ids), "num_ids": loaded.num_ids}
-        declared = {"thinking": recipe.chat.thinking, "stop_ids": sorted(stop_ids), "num_ids": num_ids}
-        if packed != declared:
-            raise ValueError(f"{relative(target.path)} was packed with {packed}, the recipe says {declared}")
-        engine = DraftEngine(loaded)
 
-        def by_engine(prefixes: list[list[int]], k: int) -> list[list[int]]:
-            return [draft.tokens for draft in engine.draft([DraftRequest(prefix, k) for prefix in prefixes])]
+    def by_model(model: Any) -> Callable[..., list[Score]]:
+        batch_tokens = recipe.evaluation.batch_tokens
+        return functools.partial(score_model, model, num_ids=num_ids, batch_tokens=batch_tokens)
 
-        return Opened(loaded.model, num_ids, by_engine)
-    model = load_causal_lm(target.path, dtype, stop_ids=stop_ids)
+    if target.kind == "checkpoint":
+        model = load_causal_lm(target.path, dtype, stop_ids=stop_ids)
 
-    def by_loop(prefixes: list[list[int]], k: int) -> list[list[int]]:
-        return [row.tokens for row in greedy_decode(model, prefixes, k, stop_ids=stop_ids, num_ids=num_ids)]
+        def by_loop(prefixes: list[list[int]], k: int) -> list[list[int]]:
+            return [row.tokens for row in greedy_decode(model, prefixes, k, stop_ids=stop_ids, num_ids=num_ids)]
 
-    return Opened(model, num_ids, by_loop)
+        return Opened(model.config.num_hidden_layers, by_model(model), by_loop)
+
+    loaded = load_model(target.path, form="packed" if engine == "own" else "merged", dtype=dtype)
+    packed = {"thinking": loaded.chat.thinking, "stop_ids": sorted(loaded.stop_ids), "num_ids": loaded.num_ids}
+    declared = {"thinking": recipe.chat.thinking, "stop_ids": sorted(stop_ids), "num_ids": num_ids}
+    if packed != declared:
+        raise ValueError(f"{relative(target.path)} was packed with {packed}, the recipe says {declared}")
+    if engine == "own":
+        drafter = DraftEngine(loaded, kernel=kernel)
+        score = functools.partial(score_forward, drafter.forward)
+    else:
+        drafter = TransformersEngine(loaded)
+        score = by_model(loaded.model)
+
+    def by_engine(prefixes: list[list[int]], k: int) -> list[list[int]]:
+        return [draft.tokens for draft in drafter.draft([DraftRequest(prefix, k) for prefix in prefixes])]
+
+    return Opened(loaded.model.config.num_hidden_layers, score, by_engine)
 
 
 # ---------------------------------------------------------------------------- rows
@@ -179,6 +195,8 @@ def evaluate_target(
     families: frozenset[str],
     dtype: torch.dtype = torch.bfloat16,
     replay: int = 0,
+    engine: str = "own",
+    kernel: str = "auto",
 ) -> StageResult:
     """One stage on the rows; with `replay`, its record holds the parity of that many rows with real drafts."""
     evaluation = recipe.evaluation
@@ -191,21 +209,14 @@ def evaluate_target(
         result = evaluate_prompt_lookup(rows, **summary)
         result.record["replay"] = None
         return result
-    opened = open_target(target, recipe, dtype)
+    opened = open_target(target, recipe, dtype, engine, kernel)
     with progress_bar(len(rows), target.stage, "row") as bar:
-        scores = score_model(
-            opened.model,
-            rows,
-            num_ids=opened.num_ids,
-            batch_tokens=evaluation.batch_tokens,
-            with_gaps=replay > 0,
-            progress=bar.update,
-        )
+        scores = opened.score(rows, with_gaps=replay > 0, progress=bar.update)
     result = summarise(
         target.stage,
         rows,
         scores,
-        layers=opened.model.config.num_hidden_layers,
+        layers=opened.layers,
         seconds=training_seconds(recipe, target.stage),
         **summary,
     )
@@ -360,6 +371,13 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, metavar="FILE", help="a JSONL file (messages, turns or prompt) instead of a split")
     add("--max-rows", type=int, metavar="N", help="an evenly spaced part of the rows, for a quick look")
     add("--replay", type=int, default=0, metavar="N", help="compare N rows with real drafts; 64 is plenty")
+    add(
+        "--engine",
+        choices=("own", "transformers"),
+        default="own",
+        help="of packed models: what the server runs, or not",
+    )
+    add("--kernel", choices=KERNELS, default="auto", help="of the own engine; plain needs no compiler")
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="fp32 makes replay exact, several times slower")
     add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/NAME.json)")
     add("--record", metavar="NAME", help="also keep it as data/results/NAME.json and refresh the README")
@@ -391,6 +409,8 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
         families=train_families(recipe),
         dtype=DTYPES[args.dtype],
         replay=args.replay,
+        engine=args.engine,
+        kernel=args.kernel,
     )
     print_tables(records)
     print(f"{len(targets)} stages in {time.perf_counter() - started_s:.0f} s")

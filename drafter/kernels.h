@@ -1,0 +1,469 @@
+/* Vector kernels of the native engine: products with packed matrices, chosen when the compiler reads this file by what
+ * the machine has. AVX512 with BF16 and VNNI: bf16 activations, 16 fp32 sums a register. Anything else (AVX512F, AVX2,
+ * none): fp32 activations and plain loops that the compiler vectorizes, beside a table look-up of their own.
+ *
+ * Legend: N tokens, R rows and K columns of a matrix; a chunk is 128 columns = 64 bytes of NF4 codes = 2 blocks.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define BF16_UNIT 1
+#else
+#define BF16_UNIT 0
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+enum { NF4 = 1, BF16 = 2, INT8 = 3 };
+
+/* One matrix [rows, cols] as the archive stores it, nothing repacked: a mapped archive stays shared. */
+typedef struct {
+    int32_t kind, rows, cols, rank;
+    const uint8_t *codes;    /* NF4: two a byte, the first element in the high nibble; INT8: one a byte; BF16: values */
+    const uint16_t *scales;  /* bf16: NF4 [rows * cols / 64], INT8 [rows] */
+    const float *bias;       /* [rows] or NULL */
+    const uint16_t *lora_a;  /* bf16 [rank, padded cols] in the activations' order, or NULL (see order_row) */
+    const uint16_t *lora_b;  /* bf16 [rows, rank] */
+    float lora_scale;
+} Matrix;
+
+static const float LEVELS[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+static inline float from_bf16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+
+static inline uint16_t to_bf16(float value) { /* to nearest, ties to even; the engine never holds a NaN */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline int padded(int cols) { return (cols + 127) / 128 * 128; }
+
+/* ---------------------------------------------------------------------------- activations */
+
+/* The input of matrices: N rows of `padded(cols)`, zeros behind the last column. With the bf16 unit `half` is used and
+ * may be in the order of NF4 codes, else `full`. `high` and `low` [cols] are x as fixed-point numbers for INT8 tables:
+ * x = step * (128 * high + low), 15 bits below the row's largest value, where bf16 would keep 8 below each value. */
+typedef struct {
+    float *full;
+    uint16_t *half;
+    int width; /* of a row */
+} Input;
+
+#if BF16_UNIT
+typedef uint16_t Value;
+static inline const Value *input_row(const Input *x, int n) { return x->half + (size_t)n * x->width; }
+#else
+typedef float Value;
+static inline const Value *input_row(const Input *x, int n) { return x->full + (size_t)n * x->width; }
+#endif
+
+#if BF16_UNIT
+/* In memory a 16-bit word j of a chunk's codes holds the elements 4j+1, 4j, 4j+3, 4j+2, from its low nibble up. The
+ * kernel looks up one nibble of all 32 words at a time, so x is kept in that order: place 32 n + j = element
+ * 4j + NIBBLE[n]. A 32-bit lane is 2 words = 8 elements, so lanes 0..7 belong to the chunk's first block of 64 and
+ * lanes 8..15 to its second: one multiplication by a vector of two scales serves both. */
+static const int NIBBLE[4] = {1, 0, 3, 2};
+
+static void order_half(uint16_t *row, int width) { /* in place, natural order to the order of NF4 codes */
+    uint16_t natural[128];
+    for (int k = 0; k < width; k += 128) {
+        memcpy(natural, row + k, sizeof natural);
+        for (int n = 0; n < 4; n++)
+            for (int j = 0; j < 32; j++) row[k + 32 * n + j] = natural[4 * j + NIBBLE[n]];
+    }
+}
+
+static void store_input(Input *x, int n, const float *from, int cols, int in_code_order) {
+    uint16_t *row = x->half + (size_t)n * x->width;
+    int whole = cols / 128 * 128, width = padded(cols);
+    __m512i pick[4];
+    for (int i = 0; i < 4; i++) {
+        uint16_t index[32] = {0};
+        for (int j = 0; j < 16; j++) index[j] = (uint16_t)(4 * j + NIBBLE[i]);
+        pick[i] = _mm512_loadu_si512(index);
+    }
+    for (int k = 0; k < whole; k += 128) {
+        __m512i v[4]; /* 4 x 32 bf16 in natural order */
+        for (int i = 0; i < 4; i++)
+            v[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + k + 32 * i + 16), _mm512_loadu_ps(from + k + 32 * i));
+        for (int i = 0; i < 4; i++) {
+            __m512i out = v[i];
+            if (in_code_order) {
+                __m512i first = _mm512_permutex2var_epi16(v[0], pick[i], v[1]);
+                __m512i second = _mm512_permutex2var_epi16(v[2], pick[i], v[3]);
+                out = _mm512_inserti64x4(first, _mm512_castsi512_si256(second), 1);
+            }
+            _mm512_storeu_si512(row + k + 32 * i, out);
+        }
+    }
+    if (whole < width) {
+        for (int k = whole; k < width; k++) row[k] = k < cols ? to_bf16(from[k]) : 0;
+        if (in_code_order) order_half(row + whole, 128);
+    }
+}
+#else
+static void store_input(Input *x, int n, const float *from, int cols, int in_code_order) {
+    (void)in_code_order;
+    float *row = x->full + (size_t)n * x->width;
+    memcpy(row, from, sizeof(float) * (size_t)cols);
+    memset(row + cols, 0, sizeof(float) * (size_t)(padded(cols) - cols));
+}
+#endif
+
+/* A row of the adapter's A, bf16 [cols] -> [padded(cols)], in the order in which activations are kept beside NF4. */
+static void order_row(const uint16_t *from, uint16_t *to, int cols, int in_code_order) {
+    memset(to, 0, sizeof(uint16_t) * (size_t)padded(cols));
+    memcpy(to, from, sizeof(uint16_t) * (size_t)cols);
+#if BF16_UNIT
+    if (in_code_order) order_half(to, padded(cols));
+#else
+    (void)in_code_order;
+#endif
+}
+
+/* ---------------------------------------------------------------------------- with the bf16 unit */
+#if BF16_UNIT
+
+/* Levels times LUT_SCALE lie nearer to bf16 numbers than the levels do (rms error 0.00028 of a block's absmax instead
+ * of 0.00046, below the 0.00037 of weights that are cast to bf16); the scale is divided by it again. */
+#define LUT_SCALE 1.37457f
+
+static inline __m512i nf4_lut(void) {
+    uint16_t table[32]; /* twice, so that the index's fifth bit, a bit of the next nibble, does not matter */
+    for (int i = 0; i < 32; i++) table[i] = to_bf16(LEVELS[i & 15] * LUT_SCALE);
+    return _mm512_loadu_si512(table);
+}
+
+static inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+/* [s0 x 8, s1 x 8] from two neighbouring bf16 scales; a chunk of one block has no second */
+static inline __m512 two_scales(const uint16_t *scales, int blocks) {
+    uint32_t both = scales[0];
+    if (blocks > 1) memcpy(&both, scales, 4);
+    const __m512i shift = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16);
+    __m512i bits = _mm512_and_si512(_mm512_sllv_epi32(_mm512_set1_epi32((int)both), shift), _mm512_set1_epi32(-65536));
+    return _mm512_castsi512_ps(bits);
+}
+
+/* y[n] = row . x[n] for M tokens: 4 look-ups and 4 M products for 128 weights */
+static inline __attribute__((always_inline)) void nf4_row(const Matrix *w, int r, const Input *x, int first, const int M,
+                                                          float *y, int ldy, __m512i lut) {
+    const int cols = w->cols, whole = cols / 128 * 128;
+    const uint8_t *codes = w->codes + (size_t)r * cols / 2;
+    const uint16_t *scales = w->scales + (size_t)r * cols / 64;
+    const uint16_t *in[M];
+    __m512 sum[M];
+    for (int m = 0; m < M; m++) sum[m] = _mm512_setzero_ps(), in[m] = input_row(x, first + m);
+#define CHUNK(VECTOR, BLOCKS)                                                                  \
+    {                                                                                          \
+        __m512i v = VECTOR;                                                                    \
+        __m512i w0 = _mm512_permutexvar_epi16(v, lut);                                         \
+        __m512i w1 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), lut);                   \
+        __m512i w2 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), lut);                   \
+        __m512i w3 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), lut);                  \
+        __m512 scale = two_scales(scales + k / 64, BLOCKS);                                    \
+        for (int m = 0; m < M; m++) {                                                          \
+            const uint16_t *p = in[m] + k;                                                     \
+            __m512 a = dot(_mm512_setzero_ps(), w0, _mm512_loadu_si512(p));                    \
+            __m512 b = dot(_mm512_setzero_ps(), w1, _mm512_loadu_si512(p + 32));               \
+            a = dot(a, w2, _mm512_loadu_si512(p + 64));                                        \
+            b = dot(b, w3, _mm512_loadu_si512(p + 96));                                        \
+            sum[m] = _mm512_fmadd_ps(_mm512_add_ps(a, b), scale, sum[m]);                      \
+        }                                                                                      \
+    }
+    int k = 0;
+    for (; k < whole; k += 128) {
+        _mm_prefetch((const char *)codes + k / 2 + 4096, _MM_HINT_T0); /* 4 KB ahead: a row or more of any matrix */
+        CHUNK(_mm512_loadu_si512(codes + k / 2), 2)
+    }
+    if (whole < cols) CHUNK(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)(codes + k / 2))), 1)
+#undef CHUNK
+    for (int m = 0; m < M; m++) y[(size_t)m * ldy] = _mm512_reduce_add_ps(sum[m]) * (1 / LUT_SCALE);
+}
+
+/* One row's weights as bf16(level * scale), what a merged model holds, in code order */
+static void nf4_decode_row(const Matrix *w, int r, uint16_t *out) {
+    const int cols = w->cols;
+    const uint8_t *codes = w->codes + (size_t)r * cols / 2;
+    const uint16_t *scales = w->scales + (size_t)r * cols / 64;
+    const __m512 levels = _mm512_loadu_ps(LEVELS);
+    for (int k = 0; k < cols; k += 128, out += 128) {
+        __m512 piece[2][4];
+        for (int block = 0; block < 2; block++) {
+            if (k + 64 * block >= cols) { /* no second block: its places meet zeros of x, but must not be NaN */
+                for (int i = 0; i < 4; i++) piece[block][i] = _mm512_setzero_ps();
+                continue;
+            }
+            __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(codes + k / 2 + 32 * block)));
+            __m512 scale = _mm512_set1_ps(from_bf16(scales[k / 64 + block]));
+            piece[block][0] = _mm512_mul_ps(_mm512_permutexvar_ps(v, levels), scale);
+            piece[block][1] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(v, 4), levels), scale);
+            piece[block][2] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(v, 8), levels), scale);
+            piece[block][3] = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(v, 12), levels), scale);
+        }
+        for (int i = 0; i < 4; i++)
+            _mm512_storeu_si512(out + 32 * i, (__m512i)_mm512_cvtne2ps_pbh(piece[1][i], piece[0][i]));
+    }
+}
+
+/* sums of four registers, each over its 16 lanes */
+static inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); /* a b a b in each 128 bits */
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512 abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+/* M tokens x 4 rows of bf16: with M = 6 a step of 32 columns is 10 loads and 24 products, bound by the products */
+static inline __attribute__((always_inline)) void dense_tile(const uint16_t *w, size_t ldw, int cols, const Input *x,
+                                                             int first, const int M, float *y, int ldy) {
+    const int whole = cols / 32 * 32;
+    const uint16_t *in[M];
+    __m512 sum[M][4];
+    for (int m = 0; m < M; m++) {
+        in[m] = input_row(x, first + m);
+        for (int i = 0; i < 4; i++) sum[m][i] = _mm512_setzero_ps();
+    }
+    for (int k = 0; k < whole; k += 32) {
+        __m512i rows[4];
+        for (int i = 0; i < 4; i++) rows[i] = _mm512_loadu_si512(w + i * ldw + k);
+        for (int m = 0; m < M; m++) {
+            __m512i value = _mm512_loadu_si512(in[m] + k);
+            for (int i = 0; i < 4; i++) sum[m][i] = dot(sum[m][i], rows[i], value);
+        }
+    }
+    if (whole < cols) {
+        __mmask32 rest = (__mmask32)((1u << (cols - whole)) - 1);
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < 4; i++)
+                sum[m][i] = dot(sum[m][i], _mm512_maskz_loadu_epi16(rest, w + i * ldw + whole),
+                                _mm512_loadu_si512(in[m] + whole));
+    }
+    for (int m = 0; m < M; m++) _mm_storeu_ps(y + (size_t)m * ldy, sum4(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
+}
+
+static float dense_one(const uint16_t *w, int cols, const uint16_t *x) {
+    __m512 a = _mm512_setzero_ps(), b = a;
+    int k = 0;
+    for (; k + 64 <= cols; k += 64) {
+        _mm_prefetch((const char *)(w + k) + 4096, _MM_HINT_T0);
+        a = dot(a, _mm512_loadu_si512(w + k), _mm512_loadu_si512(x + k));
+        b = dot(b, _mm512_loadu_si512(w + k + 32), _mm512_loadu_si512(x + k + 32));
+    }
+    for (; k < cols; k += 32) {
+        __mmask32 rest = cols - k >= 32 ? 0xffffffffu : (__mmask32)((1u << (cols - k)) - 1);
+        a = dot(a, _mm512_maskz_loadu_epi16(rest, w + k), _mm512_maskz_loadu_epi16(rest, x + k));
+    }
+    return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+}
+
+/* rows [r0, r1) of bf16 for all tokens; y points at token 0, row r0 */
+static void dense_rows(const uint16_t *w, size_t ldw, int cols, const Input *x, int tokens, int r0, int r1, float *y,
+                       int ldy) {
+    int n = 0;
+    for (; tokens > 1 && n < tokens; n += 6) { /* a panel of 6 tokens stays in the first cache */
+        const int M = tokens - n < 6 ? tokens - n : 6;
+        int r = r0;
+        for (; r + 4 <= r1; r += 4) {
+            const uint16_t *rows = w + (size_t)(r - r0) * ldw;
+            float *out = y + (size_t)n * ldy + (r - r0);
+            switch (M) {
+            case 6: dense_tile(rows, ldw, cols, x, n, 6, out, ldy); break;
+            case 5: dense_tile(rows, ldw, cols, x, n, 5, out, ldy); break;
+            case 4: dense_tile(rows, ldw, cols, x, n, 4, out, ldy); break;
+            case 3: dense_tile(rows, ldw, cols, x, n, 3, out, ldy); break;
+            case 2: dense_tile(rows, ldw, cols, x, n, 2, out, ldy); break;
+            default: dense_tile(rows, ldw, cols, x, n, 1, out, ldy);
+            }
+        }
+        for (; r < r1; r++)
+            for (int m = 0; m < M; m++)
+                y[(size_t)(n + m) * ldy + (r - r0)] = dense_one(w + (size_t)(r - r0) * ldw, cols, input_row(x, n + m));
+    }
+    if (tokens == 1)
+        for (int r = r0; r < r1; r++) y[r - r0] = dense_one(w + (size_t)(r - r0) * ldw, cols, input_row(x, 0));
+}
+
+/* From this many tokens on a row is decoded once to bf16 and multiplied as such: a look-up of 128 weights costs about
+ * as much as 7 products with them. */
+#define DECODE_FROM 17
+enum { TILE = 32 }; /* rows decoded at once: 32 x 2,048 bf16 = 128 KB, an eighth of a core's second cache */
+
+static void nf4_rows(const Matrix *w, const Input *x, int tokens, int r0, int r1, float *y, int ldy, uint16_t *scratch) {
+    if (tokens >= DECODE_FROM) {
+        const int width = padded(w->cols);
+        for (int r = r0; r < r1; r += TILE) {
+            int end = r + TILE < r1 ? r + TILE : r1;
+            for (int i = r; i < end; i++) nf4_decode_row(w, i, scratch + (size_t)(i - r) * width);
+            dense_rows(scratch, width, width, x, tokens, r, end, y + (r - r0), ldy);
+        }
+        return;
+    }
+    const __m512i lut = nf4_lut();
+    for (int first = r0; first < r1; first += 16) /* 16 rows stay in the cache for a second pass of 8 tokens */
+        for (int n = 0; n < tokens; n += 8) {
+            const int M = tokens - n < 8 ? tokens - n : 8;
+            for (int r = first; r < r1 && r < first + 16; r++) {
+                float *out = y + (size_t)n * ldy + (r - r0);
+                switch (M) {
+                case 8: nf4_row(w, r, x, n, 8, out, ldy, lut); break;
+                case 7: nf4_row(w, r, x, n, 7, out, ldy, lut); break;
+                case 6: nf4_row(w, r, x, n, 6, out, ldy, lut); break;
+                case 5: nf4_row(w, r, x, n, 5, out, ldy, lut); break;
+                case 4: nf4_row(w, r, x, n, 4, out, ldy, lut); break;
+                case 3: nf4_row(w, r, x, n, 3, out, ldy, lut); break;
+                case 2: nf4_row(w, r, x, n, 2, out, ldy, lut); break;
+                default: nf4_row(w, r, x, n, 1, out, ldy, lut);
+                }
+            }
+        }
+}
+
+/* Fixed-point activations of INT8 tables: |q| <= 127 * 128, high = round(q / 128) in -127..127, low in -64..63 */
+typedef struct {
+    int8_t *high, *low; /* [N, width] */
+    float *step;        /* [N] */
+    int64_t *offset;    /* [N]: 128 * sum(128 high + low), what adding 128 to each code adds to the sum */
+    int width;
+} Fixed;
+
+static void store_fixed(Fixed *x, int n, const float *from, int cols) {
+    float largest = 1e-30f;
+    for (int k = 0; k < cols; k++) largest = fmaxf(largest, fabsf(from[k]));
+    const float step = largest / (127 * 128);
+    int8_t *high = x->high + (size_t)n * x->width, *low = x->low + (size_t)n * x->width;
+    int64_t total = 0;
+    for (int k = 0; k < x->width; k++) {
+        int q = k < cols ? (int)rintf(from[k] / step) : 0;
+        int h = (q + 64) >> 7;
+        high[k] = (int8_t)h, low[k] = (int8_t)(q - 128 * h);
+        total += q;
+    }
+    x->step[n] = step, x->offset[n] = 128 * total;
+}
+
+/* logits of M tokens for one row: u8 x s8 products of VNNI; codes + 128 are unsigned (an exclusive or) */
+static inline __attribute__((always_inline)) void int8_row(const Matrix *w, int r, const Fixed *x, int first, const int M,
+                                                           float *y, size_t ldy) {
+    const int cols = w->cols;
+    const uint8_t *codes = w->codes + (size_t)r * cols;
+    const __m512i flip = _mm512_set1_epi8((char)0x80);
+    __m512i high[M], low[M];
+    for (int m = 0; m < M; m++) high[m] = low[m] = _mm512_setzero_si512();
+    int k = 0;
+    for (; k + 64 <= cols; k += 64) {
+        _mm_prefetch((const char *)codes + k + 4096, _MM_HINT_T0);
+        __m512i code = _mm512_xor_si512(_mm512_loadu_si512(codes + k), flip);
+        for (int m = 0; m < M; m++) {
+            const size_t at = (size_t)(first + m) * x->width + k;
+            high[m] = _mm512_dpbusd_epi32(high[m], code, _mm512_loadu_si512(x->high + at));
+            low[m] = _mm512_dpbusd_epi32(low[m], code, _mm512_loadu_si512(x->low + at));
+        }
+    }
+    if (k < cols) {
+        __m512i code = _mm512_xor_si512(_mm512_maskz_loadu_epi8((1ull << (cols - k)) - 1, codes + k), flip);
+        for (int m = 0; m < M; m++) { /* x is 0 behind the last column */
+            const size_t at = (size_t)(first + m) * x->width + k;
+            high[m] = _mm512_dpbusd_epi32(high[m], code, _mm512_loadu_si512(x->high + at));
+            low[m] = _mm512_dpbusd_epi32(low[m], code, _mm512_loadu_si512(x->low + at));
+        }
+    }
+    const float scale = from_bf16(w->scales[r]);
+    for (int m = 0; m < M; m++) {
+        int64_t sum = 128 * (int64_t)_mm512_reduce_add_epi32(high[m]) + _mm512_reduce_add_epi32(low[m]);
+        y[(size_t)m * ldy] = (float)(sum - x->offset[first + m]) * (x->step[first + m] * scale);
+    }
+}
+
+static void int8_row_all(const Matrix *w, int r, const Fixed *x, int tokens, float *y, size_t ldy) {
+    int n = 0;
+    for (; n + 8 <= tokens; n += 8) int8_row(w, r, x, n, 8, y + n * ldy, ldy);
+    for (; n + 4 <= tokens; n += 4) int8_row(w, r, x, n, 4, y + n * ldy, ldy);
+    for (; n < tokens; n++) int8_row(w, r, x, n, 1, y + n * ldy, ldy);
+}
+
+/* ---------------------------------------------------------------------------- without it */
+#else
+
+static inline void nf4_decode_row(const Matrix *w, int r, float *out) {
+    const uint8_t *codes = w->codes + (size_t)r * w->cols / 2;
+    const uint16_t *scales = w->scales + (size_t)r * w->cols / 64;
+    for (int k = 0; k < w->cols; k += 64, codes += 32) {
+        const float scale = from_bf16(scales[k / 64]);
+        float *to = out + k;
+#if defined(__AVX512F__)
+        const __m512 levels = _mm512_mul_ps(_mm512_loadu_ps(LEVELS), _mm512_set1_ps(scale));
+        for (int b = 0; b < 32; b += 8) { /* 8 bytes = 16 codes: each byte twice, its high nibble first */
+            __m128i bytes = _mm_loadl_epi64((const void *)(codes + b));
+            __m512i twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
+            const __m512i shift = _mm512_set_epi32(0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4);
+            _mm512_storeu_ps(to + 2 * b, _mm512_permutexvar_ps(_mm512_srlv_epi32(twice, shift), levels));
+        }
+#elif defined(__AVX2__)
+        const __m256 low = _mm256_mul_ps(_mm256_loadu_ps(LEVELS), _mm256_set1_ps(scale));
+        const __m256 high = _mm256_mul_ps(_mm256_loadu_ps(LEVELS + 8), _mm256_set1_ps(scale));
+        for (int b = 0; b < 32; b += 4) { /* 4 bytes = 8 codes */
+            int32_t four;
+            memcpy(&four, codes + b, 4);
+            __m128i bytes = _mm_cvtsi32_si128(four);
+            __m256i twice = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
+            __m256i index = _mm256_srlv_epi32(twice, _mm256_set_epi32(0, 4, 0, 4, 0, 4, 0, 4));
+            __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)); /* bit 3 of the code, as a sign */
+            _mm256_storeu_ps(to + 2 * b, _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index),
+                                                          _mm256_permutevar8x32_ps(high, index), upper));
+        }
+#else
+        for (int b = 0; b < 32; b++) to[2 * b] = LEVELS[codes[b] >> 4] * scale, to[2 * b + 1] = LEVELS[codes[b] & 15] * scale;
+#endif
+    }
+}
+
+static inline float dense_dot(const float *w, const float *x, int cols) {
+    float sum[16] = {0}; /* 16 sums, so that the compiler may use registers of 4, 8 or 16 without changing the order */
+    int k = 0;
+    for (; k + 16 <= cols; k += 16)
+        for (int i = 0; i < 16; i++) sum[i] += w[k + i] * x[k + i];
+    for (; k < cols; k++) sum[0] += w[k] * x[k];
+    float total = 0;
+    for (int i = 0; i < 16; i++) total += sum[i];
+    return total;
+}
+
+static void nf4_rows(const Matrix *w, const Input *x, int tokens, int r0, int r1, float *y, int ldy, void *scratch) {
+    for (int r = r0; r < r1; r++) {
+        nf4_decode_row(w, r, scratch);
+        for (int n = 0; n < tokens; n++) y[(size_t)n * ldy + (r - r0)] = dense_dot(scratch, input_row(x, n), w->cols);
+    }
+}
+
+static void dense_rows(const uint16_t *w, size_t ldw, int cols, const Input *x, int tokens, int r0, int r1, float *y,
+                       int ldy) {
+    float row[cols];
+    for (int r = r0; r < r1; r++) {
+        for (int k = 0; k < cols; k++) row[k] = from_bf16(w[(size_t)(r - r0) * ldw + k]);
+        for (int n = 0; n < tokens; n++) y[(size_t)n * ldy + (r - r0)] = dense_dot(row, input_row(x, n), cols);
+    }
+}
+
+static void int8_row_all(const Matrix *w, int r, const Input *x, int tokens, float *y, size_t ldy) {
+    float row[w->cols];
+    for (int k = 0; k < w->cols; k++) row[k] = (float)(int8_t)w->codes[(size_t)r * w->cols + k];
+    for (int n = 0; n < tokens; n++)
+        y[n * ldy] = dense_dot(row, input_row(x, n), w->cols) * from_bf16(w->scales[r]);
+}
+#endif

@@ -1,0 +1,168 @@
+"""The plain forward pass: the same calls as drafter/native.py in PyTorch, on any device and in any dtype.
+
+It is the oracle of the native kernels, what runs where there is no compiler or no fitting machine, and the pass for a
+GPU. Weights are merged (decoded, adapter added in fp32, cast once); q, k, v and gate, up are one product each. The
+residual stream and the norms are fp32.
+
+On a GPU a drafter is bound by launches: `warm_up` captures one decode step for each batch size as a CUDA graph, over
+static buffers; on the CPU the same step runs without a graph.
+
+Legend: N tokens, W wanted, B slots of a decode step, D hidden, H query heads, G key/value heads, E head width, V ids.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafter.decoder import Choice, Decoder, KeyValueCache, Layer, Matrix
+from drafter.decoding import top_logits
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class _Layer:
+    """One block's weights as the pass reads them."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, device: str):
+        def together(*matrices: Matrix) -> tuple[Tensor, Tensor | None]:
+            weight = torch.cat([matrix.weight().to(dtype) for matrix in matrices]).to(device)
+            if all(matrix.bias is None for matrix in matrices):
+                return weight, None
+            biases = [torch.zeros(one.shape[0]) if one.bias is None else one.bias for one in matrices]
+            return weight, torch.cat(biases).to(device, dtype)
+
+        self.qkv, self.o = together(layer.q, layer.k, layer.v), together(layer.o)
+        self.gate_up, self.down = together(layer.gate, layer.up), together(layer.down)
+        norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+        self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm = (
+            None if norm is None else norm.to(device) for norm in norms
+        )
+
+
+class PlainForward:
+    """The pass over one decoder in `dtype` on `device`."""
+
+    name = "plain"
+
+    def __init__(
+        self, decoder: Decoder, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", max_tokens: int = 512
+    ):
+        self.decoder, self.dtype, self.device = decoder, dtype, device
+        self.max_tokens = self.max_wanted = max_tokens
+        self.layers = [_Layer(layer, dtype, device) for layer in decoder.layers]
+        self.table = decoder.embedding.weight().to(dtype).to(device)
+        tied = decoder.head is decoder.embedding
+        head = self.table if tied else decoder.head.weight().to(dtype).to(device)
+        self.head = head[: decoder.num_ids]  # [V, D]
+        self.final_norm, self.cos, self.sin = (one.to(device) for one in (decoder.final_norm, decoder.cos, decoder.sin))
+        self._rows: tuple[np.ndarray, Tensor] | None = None  # the last restricted head
+
+    def new_cache(self, slots: int, length: int) -> KeyValueCache:
+        return KeyValueCache.new(self.decoder, slots, length, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        cache: KeyValueCache,
+        tokens: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        wanted: Sequence[int],
+        *,
+        rows: np.ndarray | None = None,
+        logits: bool = True,
+        hidden: bool = False,
+    ) -> Choice:
+        """See NativeForward."""
+        at = [torch.tensor(list(values), device=self.device) for values in (tokens, slots, positions, wanted)]
+        states = self._forward(cache, *at)  # fp32 [W, D]
+        if not logits or not len(wanted):
+            return Choice([], [], states if hidden else None)
+        ids, gaps = self._choose(states, rows)
+        return Choice(ids.tolist(), gaps.tolist(), states if hidden else None)
+
+    def _choose(self, states: Tensor, rows: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        head = self.head
+        if rows is not None:
+            if self._rows is None or self._rows[0] is not rows:
+                self._rows = (rows, head[torch.from_numpy(rows).long().to(self.device)])
+            head = self._rows[1]
+        best, at = top_logits(states.to(self.dtype), head, 2)
+        first = at[:, 0]
+        if rows is not None:
+            first = torch.from_numpy(rows).to(self.device)[first]
+        gap = best[:, 0] - best[:, 1] if best.shape[1] > 1 else torch.full_like(best[:, 0], torch.inf)
+        return first, gap
+
+    # ------------------------------------------------------------------------ the pass
+
+    def _forward(
+        self, cache: KeyValueCache, tokens: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor
+    ) -> Tensor:
+        decoder = self.decoder
+        H, G, E = decoder.heads, decoder.kv_heads, decoder.head_dim
+        x = self.table[tokens].float()  # [N, D]
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # [N, 1, E / 2]
+        groups = self._groups(slots, positions)
+        for index, layer in enumerate(self.layers):
+            qkv = F.linear(_rms_norm(x, layer.attention_norm, decoder.eps).to(self.dtype), *layer.qkv).float()
+            q, k, v = qkv.view(len(tokens), -1, E).split((H, G, G), 1)  # [N, heads, E]
+            q, k = _rotated(q, layer.q_norm, decoder.eps, cos, sin), _rotated(k, layer.k_norm, decoder.eps, cos, sin)
+            keys, values = cache.keys[index], cache.values[index]  # [slots, G, S, E]
+            keys[slots, :, positions], values[slots, :, positions] = k.to(self.dtype), v.to(self.dtype)
+            attended = self._attend(q.to(self.dtype), keys, values, groups)  # [N, H * E]
+            x = x + F.linear(attended, *layer.o).float()
+            gate, up = F.linear(_rms_norm(x, layer.mlp_norm, decoder.eps).to(self.dtype), *layer.gate_up).chunk(2, -1)
+            x = x + F.linear((F.silu(gate.float()) * up.float()).to(self.dtype), *layer.down).float()
+        return _rms_norm(x[wanted], self.final_norm, decoder.eps)
+
+    def _groups(self, slots: Tensor, positions: Tensor) -> list[tuple]:
+        """How the tokens attend: one batch of a token a slot, or a causal run of tokens slot by slot.
+
+        [(tokens, slots, span, mask)]: `tokens` an index or slice of [N], `mask` [.., 1, T, span] of visible keys.
+        """
+        numbers = slots.tolist()
+        if len(set(numbers)) == len(numbers):
+            span = int(positions.max()) + 1
+            mask = (torch.arange(span, device=self.device)[None] <= positions[:, None])[
+                :, None, None
+            ]  # [N, 1, 1, span]
+            return [(slice(None), slots, span, mask)]
+        groups = []
+        for slot in dict.fromkeys(numbers):
+            tokens = (slots == slot).nonzero()[:, 0]
+            own = positions[tokens]
+            span = int(own[-1]) + 1
+            mask = (torch.arange(span, device=self.device)[None] <= own[:, None])[None, None]  # [1, 1, T, span]
+            groups.append((tokens, slot, span, mask))
+        return groups
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, groups: list[tuple]) -> Tensor:
+        out = torch.empty_like(q)  # [N, H, E]
+        options = {"scale": self.decoder.attention_scale, "enable_gqa": True}
+        for tokens, slots, span, mask in groups:
+            if isinstance(slots, Tensor):  # one token each: the batch is the slots
+                attended = F.scaled_dot_product_attention(
+                    q[:, :, None], keys[slots, :, :span], values[slots, :, :span], mask, **options
+                )
+                out[tokens] = attended[:, :, 0]
+            else:
+                query = q[tokens].transpose(0, 1)[None]  # [1, H, T, E]
+                attended = F.scaled_dot_product_attention(
+                    query, keys[slots : slots + 1, :, :span], values[slots : slots + 1, :, :span], mask, **options
+                )
+                out[tokens] = attended[0].transpose(0, 1)
+        return out.flatten(1)
+
+
+def _rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Norm of each head (Qwen3), then rotation by halves: x [N, heads, E], cos and sin [N, 1, E / 2]."""
+    if weight is not None:
+        x = _rms_norm(x, weight, eps)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

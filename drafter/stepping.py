@@ -1,0 +1,142 @@
+"""The decode loop over an own forward pass (native or plain): slots, prefill, steps, rows that leave.
+
+A row enters a free slot: what the prefix cache knows of it is copied in, the rest is prefilled, several rows in one
+call without padding. Then each step takes the last token of every row. A row that ends leaves its slot to a waiting one.
+The loop serves drafts (all rows enter at once) and the teacher (many prompts, few slots, top-K lists) alike; drafter/decoding.py is the same loop over a transformers model, and its oracle.
+
+Legend: W wanted tokens, D hidden, V ids, K top-k.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from drafter.decoder import Choice, KeyValueCache
+from drafter.decoding import REFILL_SHARE, Decoded, checked_limits, top_k_logprobs
+from drafter.prefix_cache import PrefixCache
+
+
+@dataclasses.dataclass
+class _Row:
+    decoded: Decoded
+    prompt: Sequence[int]
+    limit: int
+    slot: int
+    cached: int = 0
+    started_s: float = 0.0
+    top_k: list[tuple] = dataclasses.field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Of the last token, which the next step feeds."""
+        return len(self.prompt) + len(self.decoded.tokens) - 1
+
+
+def decode(
+    forward: Any,
+    cache: KeyValueCache,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    stop_ids: frozenset[int],
+    prefix_cache: PrefixCache | None = None,
+    head: Tensor | None = None,
+    top_k: int = 0,
+    on_finish: Callable[[Decoded], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Decoded]:
+    """Greedy continuations in the order given; see decoding.greedy_decode, whose contract this is.
+
+    `forward` is a NativeForward or PlainForward, `cache` one of its caches: as many rows at a time as it has slots.
+    With `top_k`, `head` [V, D] (rows of existing ids alone) gives each token's top-K list, whose first id is the token.
+    ValueError also for a row that is longer than a slot.
+    """
+    limits = checked_limits(max_new_tokens, prompts, forward.decoder.num_ids)
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if len(prompt) + limit > cache.length:
+            raise ValueError(
+                f"prompt {index}: {len(prompt)} tokens + {limit} new are more than {cache.length} positions"
+            )
+    results: list[Decoded | None] = [None] * len(prompts)
+    waiting = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))[::-1]  # longest leaves first
+    free, active = list(range(cache.slots))[::-1], []
+    refill = max(1, cache.slots // REFILL_SHARE)
+
+    def emit(rows: Sequence[_Row], choice: Choice) -> None:
+        """Append to each row what was chosen for it."""
+        ids = choice.ids
+        if top_k:
+            lists = top_k_logprobs(choice.hidden.to(head.dtype), head, top_k)
+            ids = lists[0][:, 0].tolist()
+            for at, row in enumerate(rows):
+                row.top_k.append(tuple(values[at] for values in lists))
+        for row, token in zip(rows, ids, strict=True):
+            row.decoded.tokens.append(token)
+        if progress is not None:
+            progress(len(rows))
+
+    def call(tokens: list[int], slots: list[int], positions: list[int], wanted: list[int]) -> Choice:
+        return forward(cache, tokens, slots, positions, wanted, logits=not top_k, hidden=bool(top_k))
+
+    def prefill(rows: list[_Row]) -> None:
+        """All rows' tokens one behind the other, cut into calls; a row's last token is the one that is wanted."""
+        flat = [
+            (row.prompt[at], row.slot, at, row if at == len(row.prompt) - 1 else None)
+            for row in rows
+            for at in range(row.cached, len(row.prompt))
+        ]
+        for first in range(0, len(flat), forward.max_tokens):
+            tokens, slots, positions, last = map(list, zip(*flat[first : first + forward.max_tokens], strict=True))
+            wanted = [at for at, row in enumerate(last) if row is not None]
+            choice = call(tokens, slots, positions, wanted)
+            emit([last[at] for at in wanted], choice)
+
+    def retire(row: _Row) -> bool:
+        decoded = row.decoded
+        if decoded.tokens[-1] in stop_ids:
+            decoded.finish_reason = "stop"
+        elif len(decoded.tokens) < row.limit:
+            return False
+        decoded.decode_s = time.perf_counter() - row.started_s - decoded.prefill_s
+        if top_k:
+            columns = [np.stack(column) for column in zip(*row.top_k, strict=True)]
+            decoded.topk_ids, decoded.topk_logprobs, decoded.tail_logprob = columns
+        if prefix_cache is not None:
+            text = [*row.prompt, *decoded.tokens[:-1]]  # the last token was never fed: it has no keys yet
+            prefix_cache.store(text, cache.keys[:, row.slot], cache.values[:, row.slot])
+        free.append(row.slot)
+        if on_finish is None:
+            results[decoded.index] = decoded
+        else:
+            on_finish(decoded)
+        return True
+
+    while waiting or active:
+        if waiting and len(free) >= min(refill, len(waiting)):
+            started_s = time.perf_counter()
+            entering = []
+            while waiting and free:
+                index = waiting.pop()
+                row = _Row(Decoded(index, [], "length"), prompts[index], limits[index], free.pop(), started_s=started_s)
+                if prefix_cache is not None:
+                    row.cached = prefix_cache.restore(row.prompt, cache.keys[:, row.slot], cache.values[:, row.slot])
+                row.decoded.cached_tokens = row.cached
+                entering.append(row)
+            prefill(entering)
+            for row in entering:
+                row.decoded.prefill_s = time.perf_counter() - started_s
+            active += entering
+        else:
+            choice = call(
+                [row.decoded.tokens[-1] for row in active],
+                [row.slot for row in active],
+                [row.position for row in active],
+                list(range(len(active))),
+            )
+            emit(active, choice)
+        active = [row for row in active if not retire(row)]
+    return [] if on_finish is not None else results
