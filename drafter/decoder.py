@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -218,4 +219,7 @@ class Choice:
 
     ids: list[int]  # [W], the best of the ids that competed
     gaps: list[float]  # [W], its logit less the second best's
-    hidden: Tensor | None  # fp32 [W, D] behind the final norm, where it was asked for
+    hidden: Tensor | None = None  # fp32 [W, D] behind the final norm, where it was asked for
+    # Where top-K lists were asked for: int32 [W, K] with the chosen id first, float16 [W, K] log-probabilities sorted
+    # down, float32 [W] log of the remaining mass.
+    top_k: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None

@@ -76,7 +76,7 @@ static void meet(Barrier *b) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
-        if (spins > 20000) sched_yield();
+        if (spins > 2000) sched_yield();
     }
 }
 
@@ -197,11 +197,17 @@ static float attention_weights(const float *q, const uint16_t *keys, int count, 
         for (int i = 0; i < width; i++) sum += q[i] * from_bf16(keys[(size_t)j * width + i]);
         scores[j] = sum * scale;
     }
-    for (j = 0; j < count; j++) top = scores[j] > top ? scores[j] : top;
     float total = 0;
     j = 0;
 #if defined(__AVX512F__)
     __m512 sum = _mm512_setzero_ps(), high = _mm512_set1_ps(top);
+    for (; j + 16 <= count; j += 16) high = _mm512_max_ps(high, _mm512_loadu_ps(scores + j));
+    top = _mm512_reduce_max_ps(high);
+#endif
+    for (; j < count; j++) top = scores[j] > top ? scores[j] : top;
+    j = 0;
+#if defined(__AVX512F__)
+    high = _mm512_set1_ps(top);
     for (; j + 16 <= count; j += 16) {
         __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + j), high));
         _mm512_storeu_ps(scores + j, e);
@@ -247,6 +253,8 @@ typedef struct {
     int32_t count, wanted_count, row_count; /* row_count 0: no logits are asked for */
     int32_t *ids;                           /* [W] */
     float *gaps, *hidden;                   /* [W], [W, D] or NULL */
+    int32_t top_k, *top_ids;                /* [W, K]; top_k 0: no lists */
+    float *top_values, *tails;              /* [W, K], [W]: log-probabilities */
 } Call;
 
 static void norm_tokens(Thread t, const Call *c, const float *weight, Input *to, int in_code_order) {
@@ -288,13 +296,16 @@ static void prepare_heads(Thread t, const Call *c, const Layer *layer, int index
         }
 }
 
-/* each query head of each token sees its slot's positions up to its own; heads are dealt out one by one */
+/* Each query head of each token sees its slot's positions up to its own. With few tokens the heads are dealt out, else
+ * whole tokens: the heads of a group then find their keys and values in this core's cache. */
 static void attend(Thread t, const Call *c, int index) {
     const Model *m = c->model;
     Scratch *s = c->scratch;
-    const int E = m->head_dim, N = c->count, group = m->heads / m->kv_heads;
-    for (int item = t.id; item < N * m->heads; item += t.threads) {
-        const int h = item / N, n = item % N;
+    const int E = m->head_dim, N = c->count, H = m->heads, group = H / m->kv_heads;
+    const int by_token = N >= 4 * t.threads;
+    for (int item = by_token ? t.id * H : t.id; item < N * H;
+         item += by_token && (item + 1) % H == 0 ? (t.threads - 1) * H + 1 : by_token ? 1 : t.threads) {
+        const int h = item % H, n = item / H;
         const size_t at = (((size_t)index * c->cache->slots + c->slots[n]) * m->kv_heads + h / group) * c->cache->length * E;
         const int seen = c->positions[n] + 1;
         const float *q = s->q + ((size_t)n * m->heads + h) * E;
@@ -401,27 +412,56 @@ static void embed(Thread t, const Call *c) {
     }
 }
 
-static void keep_best(float value, int32_t id, float *values, int32_t *ids) {
-    int at = CANDIDATES - 1;
+/* into a list of `size`, sorted down; behind an equal value, so that rising ids keep the lower one first */
+static void keep_best(float value, int32_t id, int size, float *values, int32_t *ids) {
+    int at = size - 1;
     for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
     values[at] = value, ids[at] = id;
 }
 
-/* the CANDIDATES largest of logits [count], ids in rising order, so that of equal ones the lower id wins */
-static void find_best(const float *logits, int count, const int32_t *rows, int first, float *values, int32_t *ids) {
-    for (int i = 0; i < CANDIDATES; i++) values[i] = -INFINITY, ids[i] = -1;
+/* the `size` largest of logits [count]; the id of logits[r] is rows[r], or first + r */
+static void find_best(const float *logits, int count, const int32_t *rows, int first, int size, float *values, int32_t *ids) {
+    for (int i = 0; i < size; i++) values[i] = -INFINITY, ids[i] = -1;
     int r = 0;
 #if defined(__AVX512F__)
     for (; r + 16 <= count; r += 16) {
-        __mmask16 above = _mm512_cmp_ps_mask(_mm512_loadu_ps(logits + r), _mm512_set1_ps(values[CANDIDATES - 1]), _CMP_GT_OQ);
+        __mmask16 above = _mm512_cmp_ps_mask(_mm512_loadu_ps(logits + r), _mm512_set1_ps(values[size - 1]), _CMP_GT_OQ);
         for (; above; above &= (__mmask16)(above - 1)) {
             const int at = r + __builtin_ctz(above);
-            if (logits[at] > values[CANDIDATES - 1]) keep_best(logits[at], rows ? rows[at] : first + at, values, ids);
+            if (logits[at] > values[size - 1]) keep_best(logits[at], rows ? rows[at] : first + at, size, values, ids);
         }
     }
 #endif
     for (; r < count; r++)
-        if (logits[r] > values[CANDIDATES - 1]) keep_best(logits[r], rows ? rows[r] : first + r, values, ids);
+        if (logits[r] > values[size - 1]) keep_best(logits[r], rows ? rows[r] : first + r, size, values, ids);
+}
+
+/* The K best of logits [count] as log-probabilities, sorted down, and the log of the remaining mass. The tail is summed
+ * over the other ids, not taken as 1 less the K: that difference of numbers near 1 has no digits left for a tail of
+ * 1e-8. So the K best are taken out of the sum one by one. */
+static void log_probabilities(float *logits, int count, const int32_t *rows, int K, int32_t *ids, float *values, float *tail) {
+    find_best(logits, count, rows, 0, K, values, ids);
+    const float top = values[0];
+    double best = 0, rest = 0;
+    for (int i = 0; i < K && ids[i] >= 0; i++) best += exp((double)(values[i] - top));
+    const float least = values[K - 1];
+    int r = 0, left = 0; /* left: ids whose logit equals the K-th, of which some are among the K */
+    for (int i = 0; i < K; i++) left += values[i] == least;
+#if defined(__AVX512F__)
+    __m512 sum = _mm512_setzero_ps(), high = _mm512_set1_ps(top), limit = _mm512_set1_ps(least);
+    for (; r + 16 <= count; r += 16) {
+        const __m512 x = _mm512_loadu_ps(logits + r);
+        sum = _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(x, limit, _CMP_LE_OQ), sum, exp16(_mm512_sub_ps(x, high)));
+    }
+    rest = _mm512_reduce_add_ps(sum);
+#endif
+    for (; r < count; r++)
+        if (logits[r] <= least) rest += exp((double)(logits[r] - top));
+    rest -= left * exp((double)(least - top));
+    if (!(rest > 1e-30)) rest = 1e-30;
+    const double total = log(best + rest);
+    for (int i = 0; i < K; i++) values[i] = (float)(values[i] - top - total);
+    *tail = (float)(log(rest) - total);
 }
 
 static float exact_logit(const Matrix *w, int id, const float *x) {
@@ -470,9 +510,21 @@ static void choose(Thread t, const Call *c) {
                 int8_row_all(&m->head, id, &s->final, W, logits + r, ld);
 #endif
         }
+    if (c->top_k) {
+        meet(t.barrier);
+        for (int n = n0; n < n1; n++) {
+            const size_t at = (size_t)n * c->top_k;
+            float *row = logits + (size_t)n * ld;
+            log_probabilities(row, c->row_count, c->rows, c->top_k, c->top_ids + at, c->top_values + at, c->tails + n);
+            c->ids[n] = c->top_ids[at];
+            c->gaps[n] = c->top_k > 1 ? c->top_values[at] - c->top_values[at + 1] : INFINITY;
+        }
+        return;
+    }
     for (int n = 0; n < W; n++) {
         const size_t at = ((size_t)t.id * s->max_wanted + n) * CANDIDATES;
-        find_best(logits + (size_t)n * ld + r0, r1 - r0, c->rows ? c->rows + r0 : NULL, r0, s->best_value + at, s->best_id + at);
+        find_best(logits + (size_t)n * ld + r0, r1 - r0, c->rows ? c->rows + r0 : NULL, r0, CANDIDATES,
+                  s->best_value + at, s->best_id + at);
     }
     meet(t.barrier);
     for (int n = n0; n < n1; n++) {
@@ -482,7 +534,8 @@ static void choose(Thread t, const Call *c) {
         for (int id = 0; id < t.threads; id++)
             for (int i = 0; i < CANDIDATES; i++) {
                 const size_t at = ((size_t)id * s->max_wanted + n) * CANDIDATES + i;
-                if (s->best_value[at] > values[CANDIDATES - 1]) keep_best(s->best_value[at], s->best_id[at], values, ids);
+                if (s->best_value[at] > values[CANDIDATES - 1]) 
+                    keep_best(s->best_value[at], s->best_id[at], CANDIDATES, values, ids);
             }
         float first = -INFINITY, second = -INFINITY;
         for (int i = 0; i < CANDIDATES && ids[i] >= 0; i++) {
@@ -551,7 +604,8 @@ Scratch *engine_new(const Model *m, int threads, int max_tokens, int max_wanted,
     s->threads = threads, s->max_tokens = max_tokens, s->max_wanted = max_wanted;
     s->residual = zeros(N * D, 4), s->out = zeros(N * D, 4), s->q = zeros(N * att, 4), s->attended = zeros(N * att, 4);
     s->k = zeros(N * kv, 4), s->v = zeros(N * kv, 4), s->gate = zeros(N * I, 4), s->up = zeros(N * I, 4);
-    s->hidden = zeros(W * D, 4), s->logits = zeros(W * m->num_ids, 4), s->low_rank = zeros(3 * N * (rank + 1), 4);
+    s->hidden = zeros(W * D, 4), s->logits = malloc(W * m->num_ids * sizeof(float)); /* pages only as they are used */
+    s->low_rank = zeros(3 * N * (rank + 1), 4);
     s->normed = new_input(max_tokens, m->hidden), s->mixed = new_input(max_tokens, att);
     s->middle = new_input(max_tokens, m->intermediate), s->final = new_input(max_wanted, m->hidden);
     s->low_rank_input = zeros(threads, sizeof(Input)), s->row = zeros(threads, sizeof(float *));
@@ -577,13 +631,14 @@ Scratch *engine_new(const Model *m, int threads, int max_tokens, int max_wanted,
 
 /* One pass. tokens, slots, positions [N], N <= max_tokens: positions of a slot follow each other without a gap, and what
  * lies before them is in the cache. wanted [W]: indices into tokens. rows [row_count] rising ids that compete, or NULL
- * for the first row_count; row_count 0: no logits. Writes ids and gaps (to the second best) [W], and hidden [W, D] unless
- * NULL. All checks are the caller's. */
+ * for the first row_count; row_count 0: no logits. Writes ids and gaps (to the second best) [W], hidden [W, D] unless
+ * NULL, and with top_k the lists of log-probabilities. All checks are the caller's. */
 void engine_forward(const Model *model, const Cache *cache, Scratch *scratch, int count, const int32_t *tokens,
                     const int32_t *slots, const int32_t *positions, int wanted_count, const int32_t *wanted, int row_count,
-                    const int32_t *rows, int32_t *ids, float *gaps, float *hidden) {
-    const Call call = {model, cache, scratch, tokens, slots, positions, wanted, rows, count, wanted_count, row_count,
-                       ids,   gaps,  hidden};
+                    const int32_t *rows, int32_t *ids, float *gaps, float *hidden, int top_k, int32_t *top_ids,
+                    float *top_values, float *tails) {
+    const Call call = {model,     cache, scratch, tokens, slots, positions, wanted,     rows, count, wanted_count,
+                       row_count, ids,   gaps,    hidden, top_k, top_ids,   top_values, tails};
     Barrier barrier = {0};
     barrier.threads = scratch->threads;
 #pragma omp parallel num_threads(scratch->threads)

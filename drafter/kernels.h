@@ -272,37 +272,49 @@ static float dense_one(const uint16_t *w, int cols, const uint16_t *x) {
     return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
 }
 
-/* rows [r0, r1) of bf16 for all tokens; y points at token 0, row r0 */
+static inline void dense_panel(const uint16_t *w, size_t ldw, int cols, const Input *x, int n, int M, float *y, int ldy) {
+    switch (M) {
+    case 6: dense_tile(w, ldw, cols, x, n, 6, y, ldy); break;
+    case 5: dense_tile(w, ldw, cols, x, n, 5, y, ldy); break;
+    case 4: dense_tile(w, ldw, cols, x, n, 4, y, ldy); break;
+    case 3: dense_tile(w, ldw, cols, x, n, 3, y, ldy); break;
+    case 2: dense_tile(w, ldw, cols, x, n, 2, y, ldy); break;
+    default: dense_tile(w, ldw, cols, x, n, 1, y, ldy);
+    }
+}
+
+enum { TILE = 32 }; /* rows that all tokens meet before the next: 32 x 2,048 bf16 = 128 KB, an eighth of a second cache */
+
+/* rows [r0, r1) of bf16, the first at w, for all tokens; y points at token 0, row r0 */
 static void dense_rows(const uint16_t *w, size_t ldw, int cols, const Input *x, int tokens, int r0, int r1, float *y,
                        int ldy) {
-    int n = 0;
-    for (; tokens > 1 && n < tokens; n += 6) { /* a panel of 6 tokens stays in the first cache */
-        const int M = tokens - n < 6 ? tokens - n : 6;
-        int r = r0;
-        for (; r + 4 <= r1; r += 4) {
-            const uint16_t *rows = w + (size_t)(r - r0) * ldw;
-            float *out = y + (size_t)n * ldy + (r - r0);
-            switch (M) {
-            case 6: dense_tile(rows, ldw, cols, x, n, 6, out, ldy); break;
-            case 5: dense_tile(rows, ldw, cols, x, n, 5, out, ldy); break;
-            case 4: dense_tile(rows, ldw, cols, x, n, 4, out, ldy); break;
-            case 3: dense_tile(rows, ldw, cols, x, n, 3, out, ldy); break;
-            case 2: dense_tile(rows, ldw, cols, x, n, 2, out, ldy); break;
-            default: dense_tile(rows, ldw, cols, x, n, 1, out, ldy);
-            }
-        }
-        for (; r < r1; r++)
-            for (int m = 0; m < M; m++)
-                y[(size_t)(n + m) * ldy + (r - r0)] = dense_one(w + (size_t)(r - r0) * ldw, cols, input_row(x, n + m));
+    const int rows = r1 - r0;
+    if (tokens == 1 && cols > 128) { /* one row after the other, as memory streams them */
+        for (int r = 0; r < rows; r++) y[r] = dense_one(w + (size_t)r * ldw, cols, input_row(x, 0));
+        return;
     }
-    if (tokens == 1)
-        for (int r = r0; r < r1; r++) y[r - r0] = dense_one(w + (size_t)(r - r0) * ldw, cols, input_row(x, 0));
+    const int panels = (tokens + 5) / 6;
+    for (int first = 0; first < rows; first += TILE) {
+        const int end = first + TILE < rows ? first + TILE : rows, fours = first + (end - first) / 4 * 4;
+        /* the next tile comes from memory while this one is at work, a part of it before each panel */
+        const char *next = (const char *)(w + (size_t)end * ldw), *behind = (const char *)(w + (size_t)rows * ldw);
+        const size_t part = ((size_t)TILE * ldw * sizeof(uint16_t) / panels + 63) / 64 * 64;
+        for (int n = 0; n < tokens; n += 6) { /* a panel of 6 tokens stays in the first cache */
+            for (const char *line = next; line < next + part && line < behind; line += 64) _mm_prefetch(line, _MM_HINT_T1);
+            next += part;
+            const int M = tokens - n < 6 ? tokens - n : 6;
+            float *out = y + (size_t)n * ldy;
+            for (int r = first; r < fours; r += 4) dense_panel(w + (size_t)r * ldw, ldw, cols, x, n, M, out + r, ldy);
+            for (int r = fours; r < end; r++)
+                for (int m = 0; m < M; m++)
+                    out[(size_t)m * ldy + r] = dense_one(w + (size_t)r * ldw, cols, input_row(x, n + m));
+        }
+    }
 }
 
 /* From this many tokens on a row is decoded once to bf16 and multiplied as such: a look-up of 128 weights costs about
  * as much as 7 products with them. */
 #define DECODE_FROM 17
-enum { TILE = 32 }; /* rows decoded at once: 32 x 2,048 bf16 = 128 KB, an eighth of a core's second cache */
 
 static void nf4_rows(const Matrix *w, const Input *x, int tokens, int r0, int r1, float *y, int ldy, uint16_t *scratch) {
     if (tokens >= DECODE_FROM) {

@@ -235,13 +235,14 @@ class NativeForward:
         wanted: Sequence[int],
         *,
         rows: np.ndarray | None = None,
-        logits: bool = True,
         hidden: bool = False,
+        top_k: int = 0,
     ) -> Choice:
         """One pass over N tokens, at most `max_tokens`, each at its position of its slot.
 
         What lies before a token in its slot is in the cache, or in this call before it. `wanted` are indices into
-        `tokens`. `rows`: the ids that compete, rising int32; all existing ones if None.
+        `tokens`. `rows`: the ids that compete, rising int32; all existing ones if None. With `top_k` the ids and gaps
+        are those of the lists.
         """
         count, ids = len(tokens), np.empty(len(wanted), np.int32)
         assert 0 < count <= self.max_tokens and len(wanted) <= self.max_wanted, (count, len(wanted))
@@ -250,7 +251,10 @@ class NativeForward:
         states = torch.empty(len(wanted), self.decoder.hidden) if hidden else None
         arrays = [np.ascontiguousarray(values, np.int32) for values in (tokens, slots, positions, wanted)]
         tokens_at, slots_at, positions_at, wanted_at = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
-        row_count = 0 if not logits else self.decoder.num_ids if rows is None else len(rows)
+        row_count = self.decoder.num_ids if rows is None else len(rows)
+        assert 0 <= top_k <= row_count, (top_k, row_count)
+        lists = [np.empty((len(wanted), top_k), kind) for kind in (np.int32, np.float32)]
+        tails = np.empty(len(wanted), np.float32)
         view = _Cache(cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.length)
         self.lib.engine_forward(
             ctypes.byref(self._model),
@@ -262,5 +266,8 @@ class NativeForward:
             ctypes.c_void_p(ids.ctypes.data),
             ctypes.c_void_p(gaps.ctypes.data),
             ctypes.c_void_p(states.data_ptr()) if hidden else None,
+            top_k,
+            *(ctypes.c_void_p(array.ctypes.data) for array in (*lists, tails)),
         )
-        return Choice(ids.tolist(), gaps.tolist(), states)
+        top = (lists[0], lists[1].astype(np.float16), tails) if top_k else None
+        return Choice(ids.tolist(), gaps.tolist(), states, top)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafter.decoder import Choice, Decoder, KeyValueCache, Layer, Matrix
-from drafter.decoding import top_logits
+from drafter.decoding import top_k_logprobs, top_logits
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,16 +75,19 @@ class PlainForward:
         wanted: Sequence[int],
         *,
         rows: np.ndarray | None = None,
-        logits: bool = True,
         hidden: bool = False,
+        top_k: int = 0,
     ) -> Choice:
         """See NativeForward."""
         at = [torch.tensor(list(values), device=self.device) for values in (tokens, slots, positions, wanted)]
         states = self._forward(cache, *at)  # fp32 [W, D]
-        if not logits or not len(wanted):
-            return Choice([], [], states if hidden else None)
+        if not len(wanted):
+            return Choice([], [])
         ids, gaps = self._choose(states, rows)
-        return Choice(ids.tolist(), gaps.tolist(), states if hidden else None)
+        top = top_k_logprobs(states.to(self.dtype), self.head, top_k) if top_k else None
+        return Choice(
+            ids.tolist() if top is None else top[0][:, 0].tolist(), gaps.tolist(), states if hidden else None, top
+        )
 
     def _choose(self, states: Tensor, rows: np.ndarray | None) -> tuple[Tensor, Tensor]:
         head = self.head

@@ -1,8 +1,8 @@
 """Keys and values of earlier requests, reused for the longest common prefix of a new one's own tokens.
 
 A tree of blocks of 16 tokens: a block is found by its parent and its very tokens (a dict hashes them, then compares),
-so a hit is exact, never a matter of hashes alone. Inside the first block that is not whole, the longest common beginning
-is taken too. A rejected draft costs nothing: the next request's tokens differ there, and the walk ends.
+so a hit is exact, never a matter of hashes alone. Inside the first block that is not whole, the longest common
+beginning is taken too. A rejected draft costs nothing: the next request's tokens differ there, and the walk ends.
 
 The least recently used leaf makes room when the byte limit is reached. A walk touches parents after their children, so
 that the oldest block of all is a leaf.

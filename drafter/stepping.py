@@ -1,8 +1,9 @@
 """The decode loop over an own forward pass (native or plain): slots, prefill, steps, rows that leave.
 
-A row enters a free slot: what the prefix cache knows of it is copied in, the rest is prefilled, several rows in one
-call without padding. Then each step takes the last token of every row. A row that ends leaves its slot to a waiting one.
-The loop serves drafts (all rows enter at once) and the teacher (many prompts, few slots, top-K lists) alike; drafter/decoding.py is the same loop over a transformers model, and its oracle.
+A row enters a free slot: what the prefix cache knows of it is copied in, the rest is prefilled, several rows in a call,
+without padding. Then each step takes the last token of every row. A row that ends leaves its slot to one that waits.
+The loop serves drafts (all rows enter at once) and the teacher (many prompts, few slots, top-K lists) alike. The same
+loop over a transformers model, and its oracle, is drafter/decoding.py.
 
 Legend: W wanted tokens, D hidden, V ids, K top-k.
 """
@@ -13,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from drafter.decoder import Choice, KeyValueCache
-from drafter.decoding import REFILL_SHARE, Decoded, checked_limits, top_k_logprobs
+from drafter.decoding import REFILL_SHARE, Decoded, checked_limits
 from drafter.prefix_cache import PrefixCache
 
 
@@ -36,6 +37,7 @@ class _Row:
         return len(self.prompt) + len(self.decoded.tokens) - 1
 
 
+@torch.inference_mode()
 def decode(
     forward: Any,
     cache: KeyValueCache,
@@ -44,7 +46,6 @@ def decode(
     *,
     stop_ids: frozenset[int],
     prefix_cache: PrefixCache | None = None,
-    head: Tensor | None = None,
     top_k: int = 0,
     on_finish: Callable[[Decoded], None] | None = None,
     progress: Callable[[int], None] | None = None,
@@ -52,15 +53,13 @@ def decode(
     """Greedy continuations in the order given; see decoding.greedy_decode, whose contract this is.
 
     `forward` is a NativeForward or PlainForward, `cache` one of its caches: as many rows at a time as it has slots.
-    With `top_k`, `head` [V, D] (rows of existing ids alone) gives each token's top-K list, whose first id is the token.
     ValueError also for a row that is longer than a slot.
     """
     limits = checked_limits(max_new_tokens, prompts, forward.decoder.num_ids)
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if len(prompt) + limit > cache.length:
-            raise ValueError(
-                f"prompt {index}: {len(prompt)} tokens + {limit} new are more than {cache.length} positions"
-            )
+            length = f"{len(prompt)} tokens + {limit} new"
+            raise ValueError(f"prompt {index}: {length} are more than the {cache.length} positions of a slot")
     results: list[Decoded | None] = [None] * len(prompts)
     waiting = sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index))[::-1]  # longest leaves first
     free, active = list(range(cache.slots))[::-1], []
@@ -68,19 +67,13 @@ def decode(
 
     def emit(rows: Sequence[_Row], choice: Choice) -> None:
         """Append to each row what was chosen for it."""
-        ids = choice.ids
         if top_k:
-            lists = top_k_logprobs(choice.hidden.to(head.dtype), head, top_k)
-            ids = lists[0][:, 0].tolist()
             for at, row in enumerate(rows):
-                row.top_k.append(tuple(values[at] for values in lists))
-        for row, token in zip(rows, ids, strict=True):
+                row.top_k.append(tuple(values[at] for values in choice.top_k))
+        for row, token in zip(rows, choice.ids, strict=True):
             row.decoded.tokens.append(token)
         if progress is not None:
             progress(len(rows))
-
-    def call(tokens: list[int], slots: list[int], positions: list[int], wanted: list[int]) -> Choice:
-        return forward(cache, tokens, slots, positions, wanted, logits=not top_k, hidden=bool(top_k))
 
     def prefill(rows: list[_Row]) -> None:
         """All rows' tokens one behind the other, cut into calls; a row's last token is the one that is wanted."""
@@ -92,7 +85,7 @@ def decode(
         for first in range(0, len(flat), forward.max_tokens):
             tokens, slots, positions, last = map(list, zip(*flat[first : first + forward.max_tokens], strict=True))
             wanted = [at for at, row in enumerate(last) if row is not None]
-            choice = call(tokens, slots, positions, wanted)
+            choice = forward(cache, tokens, slots, positions, wanted, top_k=top_k)
             emit([last[at] for at in wanted], choice)
 
     def retire(row: _Row) -> bool:
@@ -131,11 +124,13 @@ def decode(
                 row.decoded.prefill_s = time.perf_counter() - started_s
             active += entering
         else:
-            choice = call(
+            choice = forward(
+                cache,
                 [row.decoded.tokens[-1] for row in active],
                 [row.slot for row in active],
                 [row.position for row in active],
                 list(range(len(active))),
+                top_k=top_k,
             )
             emit(active, choice)
         active = [row for row in active if not retire(row)]

@@ -7,12 +7,18 @@ Needs the teacher (download_models) and prompt files (prepare_selection, prepare
 all pools but `final`, which only validate.py opens. Rows that end leave the batch and waiting ones enter; top-K
 log-probabilities come from the same pass. Rows are saved as they end and a run that was cut off goes on with the
 ids that no shard holds yet. A tail that repeats itself is cut (drafter.teacher_data.loop_start).
+
+--decoder own runs the teacher through the engine's own forward pass (CPU, bf16), transformers through a plain loop over
+the transformers model; auto takes the first where its kernels can be built. The two differ in near-ties alone, but the
+shards of a recipe are made by one of them: the other one's are refused.
 """
 
 import argparse
+import functools
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from drafter.chat import TOKENIZER_FILES, Chat
@@ -33,6 +39,9 @@ from drafter.teacher_data import (
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
+# What decides an answer beside the weights.
+COMMON = ("decoding.py", "chat.py", "teacher_data.py")
+CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", "kernels.c", "kernels.h")}
 
 
 def pools(recipe: Recipe) -> list[Path]:
@@ -41,28 +50,70 @@ def pools(recipe: Recipe) -> list[Path]:
     return [path for path in files if path.stem != "final"]
 
 
-def shard_metadata(recipe: Recipe, teacher: Path, device: str) -> dict:
+def choose_decoder(recipe: Recipe, decoder: str, device: str) -> str:
+    """`own` or `transformers`; ValueError when `own` is asked for where it cannot run."""
+    from drafter.kernel_check import check_kernels
+    from drafter.native import BuildError
+
+    if decoder == "transformers":
+        return decoder
+    try:
+        if device != "cpu" or recipe.generation.dtype != "bfloat16":
+            raise BuildError(f"it computes in bfloat16 on the CPU, not in {recipe.generation.dtype} on {device}")
+        check_kernels()
+    except BuildError as error:
+        if decoder == "own":
+            raise ValueError(f"--decoder own: {error}; --decoder transformers runs everywhere") from None
+        return "transformers"
+    return "own"
+
+
+def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[int]]) -> Callable[..., list]:
+    """The teacher's weights behind one of the two decode loops, ready for these prompts."""
+    import torch
+
+    from drafter.decoder import decoder_of
+    from drafter.decoding import greedy_decode, load_causal_lm
+    from drafter.native import MAX_TOKENS, NativeForward
+    from drafter.stepping import decode
+
+    settings, teacher = recipe.generation, recipe.teacher
+    folder = recipe.cache_dir / "models" / "teacher"
+    model = load_causal_lm(folder, getattr(torch, settings.dtype), device, stop_ids=teacher.stop_ids)
+    if decoder == "transformers":
+        own = {"num_ids": teacher.num_ids, "batch_size": settings.batch_size}
+        return functools.partial(greedy_decode, model, **own)
+    slots, longest = min(settings.batch_size, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens
+    weights = decoder_of(model, num_ids=teacher.num_ids, positions=longest)
+    sizes = {"max_tokens": max(MAX_TOKENS, slots), "max_wanted": max(MAX_TOKENS, slots)}
+    forward = NativeForward(weights, threads=torch.get_num_threads(), **sizes)
+    return functools.partial(decode, forward, forward.new_cache(slots, longest))
+
+
+def shard_metadata(recipe: Recipe, teacher: Path, device: str, decoder: str) -> dict:
     """What decides the answers. Shards made with anything else are refused with the difference."""
     return {
         **declared_settings(recipe),
         "tokenizer_files": sha256_folder(teacher, TOKENIZER_FILES),
-        "decoder": "plain",
+        "decoder": decoder,
         "dtype": recipe.generation.dtype,
         "batch_size": recipe.generation.batch_size,
         "device": device.split(":")[0],
-        "code_sha256": code_hash("drafter/decoding.py", "drafter/chat.py", "drafter/teacher_data.py"),
+        "code_sha256": code_hash(*(f"drafter/{name}" for name in CODE[decoder])),
         "versions": {name: version for name, version in versions().items() if name in ("torch", "transformers")},
     }
 
 
 def answer(
-    recipe: Recipe, waiting: list[tuple[str, dict]], writers: dict[str, ShardWriter], model, chat: Chat, bar
+    recipe: Recipe,
+    waiting: list[tuple[str, dict]],
+    prompts: list[list[int]],
+    writers: dict[str, ShardWriter],
+    decode: Callable[..., list],
+    bar,
 ) -> Counter:
     """Answer (pool, row) pairs of all pools in one batch that stays full to the end; returns counters."""
-    from drafter.decoding import greedy_decode
-
     settings = recipe.generation
-    prompts = [chat.render(row["messages"]) for _, row in waiting]
     counts: Counter = Counter()
     started_s = time.perf_counter()
 
@@ -84,9 +135,9 @@ def answer(
         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
     try:
-        greedy_decode(
-            model, prompts, settings.max_new_tokens, stop_ids=chat.stop_ids, num_ids=chat.num_ids,
-            batch_size=settings.batch_size, top_k=settings.top_k, on_finish=save, progress=count_tokens,
+        decode(
+            prompts, settings.max_new_tokens, stop_ids=recipe.teacher.stop_ids, top_k=settings.top_k,
+            on_finish=save, progress=count_tokens,
         )  # fmt: skip
     finally:
         for writer in writers.values():
@@ -123,11 +174,9 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
     return document
 
 
-def generate(recipe: Recipe, device: str = "auto") -> dict:
+def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto") -> dict:
     """Answer whatever is not answered yet. ValueError names the step that is missing."""
     import torch
-
-    from drafter.decoding import load_causal_lm
 
     teacher = recipe.cache_dir / "models" / "teacher"
     if not (teacher / "source.json").exists():
@@ -143,7 +192,8 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
     chat = Chat.load(
         teacher, thinking=recipe.chat.thinking, stop_ids=recipe.teacher.stop_ids, num_ids=recipe.teacher.num_ids
     )
-    metadata = shard_metadata(recipe, teacher, device)
+    decoder = choose_decoder(recipe, decoder, device)
+    metadata = shard_metadata(recipe, teacher, device, decoder)
     rows = {pool: read_prompts(pool) for pool in prompt_files}
     several = [row["id"] for pool in rows.values() for row in pool if row.get("history") == "regenerate"]
     if several:
@@ -158,13 +208,14 @@ def generate(recipe: Recipe, device: str = "auto") -> dict:
         waiting += [(pool.stem, row) for row in rows[pool] if row["id"] not in writers[pool.stem].done]
     started_s, made = time.perf_counter(), Counter()
     if waiting:
-        model = load_causal_lm(teacher, getattr(torch, settings.dtype), device, stop_ids=chat.stop_ids)
+        prompts = [chat.render(row["messages"]) for _, row in waiting]
+        decode = open_decoder(recipe, decoder, device, prompts)
         with progress_bar(total, "teacher", "row", initial=total - len(waiting)) as bar:
-            made = answer(recipe, waiting, writers, model, chat, bar)
+            made = answer(recipe, waiting, prompts, writers, decode, bar)
     elapsed_s = time.perf_counter() - started_s
     report = summary(recipe, elapsed_s, made)
     return {
-        "rows": total, "made": made["rows"], "loops_cut": made["loops_cut"],
+        "decoder": decoder, "rows": total, "made": made["rows"], "loops_cut": made["loops_cut"],
         "generated_tokens": made["generated_tokens"],
         "tokens_per_s": round(made["generated_tokens"] / elapsed_s, 1) if made["rows"] else None,
         "stopped_share": {name: pool["stopped_share"] for name, pool in report["pools"].items()},
@@ -189,6 +240,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    decoders = ("auto", "own", "transformers")
+    parser.add_argument("--decoder", default="auto", choices=decoders, help="own: fast, on the CPU; see above")
     parser.add_argument("--dry-run", action="store_true", help="rows, tokens, bytes and hours at most; nothing written")
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))
@@ -196,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
-    report = estimate(recipe) if arguments.dry_run else generate(recipe, arguments.device)
+    report = estimate(recipe) if arguments.dry_run else generate(recipe, arguments.device, arguments.decoder)
     print(json.dumps({"step": "generate_teacher", "recipe": recipe.name, **report}))
 
 
