@@ -3,6 +3,7 @@
     model/
       manifest.json             every file with size and sha256; archive_id = sha256 of that list
       config.json  generation.json  architecture.json  copy_policy.json  tokenizer files
+      self_check.json           a few prompts and what is drafted for them, compared at each load (self_check.py)
       quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream, and
                                 the checkpoint that was quantized (its phase and sha256)
       weights.safetensors.zst   NAME.codes, NAME.scales, small tensors as they are (or weights.safetensors, mapped)
@@ -36,9 +37,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafter import quantization as q
+from drafter.acceptance import NEAR_TIE_GAP
 from drafter.adapter import Adapter, check_unmerged, linear_names, mark_merged
 from drafter.archive import (
-    FORBIDDEN_CONFIG,
+    CONFIG_KEYS,
     FORMAT,
     WEIGHTS,
     WEIGHTS_METADATA,
@@ -64,9 +66,11 @@ from drafter.checkpoint import (
     refuse_teacher,
     ties_of,
 )
+from drafter.packed_layers import PackedEmbedding, PackedHead, PackedLinear, PackedTable
 from drafter.provenance import canonical_json, sha256_bytes, sha256_file
 from drafter.streams import (
     DTYPE_NAMES,
+    XZ_FILTERS,
     ContentError,
     safetensors_header,
     stream_size,
@@ -77,8 +81,13 @@ from drafter.streams import (
 
 
 def verify(folder: str | Path) -> Archive:
-    """Checks an archive whole, without building a model. Raises ArchiveError; returns it without its weights."""
-    return dataclasses.replace(read_archive(folder), tensors={}, adapter=None)
+    """Checks an archive whole: every byte, and that its tensors are those of its config. Returns it without them.
+
+    Raises ArchiveError. No model is built but an empty one, of names and shapes.
+    """
+    archive = read_archive(folder)
+    check_names(meta_model(archive.config), archive.quantization)
+    return dataclasses.replace(archive, tensors={}, adapter=None)
 
 
 # ---------------------------------------------------------------------------- load
@@ -96,6 +105,7 @@ class LoadedModel:
     info: dict[str, Any]
     tensors: dict[str, Tensor]  # packed form: NAME.codes, NAME.scales and small tensors as stored; merged form: empty
     adapter: Adapter | None  # packed form: attached to the model
+    self_check: dict[str, Any]  # compared by the engine that drafts with it
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -151,6 +161,7 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
         info=_info(archive),
         tensors=archive.tensors if form == "packed" else {},
         adapter=archive.adapter if form == "packed" else None,
+        self_check=archive.self_check,
     )
 
 
@@ -208,16 +219,16 @@ def _fill_merged(model: nn.Module, archive: Archive, dtype: torch.dtype) -> None
 def _fill_packed(model: nn.Module, archive: Archive, dtype: torch.dtype) -> None:
     tensors, entries = archive.tensors, archive.quantization["tensors"]
     tables = {
-        name: q.PackedTable(tensors[f"{name}.codes"], tensors[f"{name}.scales"])
+        name: PackedTable(tensors[f"{name}.codes"], tensors[f"{name}.scales"])
         for name, entry in entries.items()
         if entry["codec"] == "int8"
     }
     for name in linear_names(model):
         bias = tensors.get(f"{name}.bias")
         weight = (tensors[f"{name}.weight.codes"], tensors[f"{name}.weight.scales"])
-        model.set_submodule(name, q.PackedLinear(*weight, entries[f"{name}.weight"]["shape"], bias))
-    model.model.embed_tokens = q.PackedEmbedding(tables[EMBEDDING], dtype)
-    model.lm_head = q.PackedHead(tables[archive.quantization["ties"].get(HEAD, HEAD)])
+        model.set_submodule(name, PackedLinear(*weight, entries[f"{name}.weight"]["shape"], bias))
+    model.model.embed_tokens = PackedEmbedding(tables[EMBEDDING], dtype)
+    model.lm_head = PackedHead(tables[archive.quantization["ties"].get(HEAD, HEAD)])
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:  # norms
             owner, _, leaf = name.rpartition(".")
@@ -241,6 +252,7 @@ def pack_base(
     generation: Mapping[str, Any],
     architecture: Mapping[str, Any],
     scales: Mapping[str, Tensor] | None = None,
+    double_quant: bool = False,
     moments: Mapping[str, Tensor] | None = None,
     storage: str = "zst",
     teacher_dir: str | Path | None = None,
@@ -252,6 +264,7 @@ def pack_base(
     config      content of the checkpoint's config.json
     generation  {"stop_ids", "num_ids", "thinking", "context"}
     scales      NF4 scales by tensor name, as quantization-aware training left them: used unchanged; searched if None
+    double_quant  store NF4 scales in one byte each; given ones only where that loses nothing
     moments     mean square of each linear layer's inputs by tensor name, weights of the search; only without `scales`
     teacher_dir its checkpoint: weights that are the teacher's own are refused
     source      (phase, sha256 of its checkpoint) that the weights are, kept in the archive
@@ -276,9 +289,8 @@ def pack_base(
         differ = sorted(set(scales) ^ set(linear))
         raise ContentError("nf4_scales", "scales must name exactly the linear layers", len(linear), differ[:3])
 
-    entries, found = _choose_scales(
-        weights, {name: shape for name, shape in shapes.items() if name not in ties}, codecs, scales, moments
-    )
+    stored_shapes = {name: shape for name, shape in shapes.items() if name not in ties}
+    entries, found, doubled = _choose_scales(weights, stored_shapes, codecs, scales, moments, double_quant)
     phase, checkpoint_sha256 = source or (None, None)
     dtype = str(weights[linear[0]].dtype).removeprefix("torch.")
     origin = {"dtype": dtype, "phase": phase, "checkpoint_sha256": checkpoint_sha256}
@@ -294,8 +306,13 @@ def pack_base(
                 yield kind, tensor_bytes(weights[stored])
                 continue
             name, _, part = stored.rpartition(".")
-            quantize = q.nf4_quantize if entries[name]["codec"] == "nf4" else q.int8_quantize
-            yield kind, tensor_bytes(found[name] if part == "scales" else quantize(weights[name], found[name], name))
+            if part == "codes":
+                quantize = q.nf4_quantize if entries[name]["codec"] == "nf4" else q.int8_quantize
+                yield kind, tensor_bytes(quantize(weights[name], found[name], name))
+            elif name in doubled:
+                yield kind, tensor_bytes(doubled[name].codes if part == "scales" else doubled[name].groups)
+            else:
+                yield kind, tensor_bytes(found[name])
 
     with _new_folder(out_dir) as folder:
         with open(folder / WEIGHTS[storage], "wb") as file:
@@ -311,9 +328,11 @@ def pack_base(
     return {**_report(archive, out_dir), "streams": streams}
 
 
-def _choose_scales(weights, shapes, codecs, given, moments) -> tuple[dict[str, dict], dict[str, Tensor]]:
-    """({name: entry of quantization.json}, {name: bf16 scales of each quantized tensor})."""
-    entries, found = {}, {}
+def _choose_scales(
+    weights, shapes, codecs, given, moments, double_quant
+) -> tuple[dict[str, dict], dict[str, Tensor], dict[str, q.DoubleQuantized]]:
+    """({name: entry of quantization.json}, {name: bf16 scales, as they will decode}, {name: how they are stored})."""
+    entries, found, doubled = {}, {}, {}
     # a bar appears only where a step takes more than ten seconds
     for name, shape in tqdm(shapes.items(), "scales", delay=10, unit=" tensors"):
         weight, codec = weights[name], codecs.get(name, "none")
@@ -328,7 +347,11 @@ def _choose_scales(weights, shapes, codecs, given, moments) -> tuple[dict[str, d
         else:
             q.check_finite(weight, name)
             entries[name]["dtype"] = DTYPE_NAMES[weight.dtype]
-    return entries, found
+        if codec == "nf4" and double_quant:
+            stored = doubled[name] = q.double_quantize(found[name], 0.0 if given is not None else q.GROUP_LOSS)
+            entries[name]["plain_groups"] = stored.plain
+            found[name] = q.double_dequantize(stored.codes, stored.groups, stored.plain, found[name].numel(), name)
+    return entries, found, doubled
 
 
 def pack_adapter(
@@ -365,8 +388,9 @@ def pack_adapter(
                 shutil.copyfile(base.path / entry["path"], folder / entry["path"])
         if architecture is not None:
             (folder / "architecture.json").write_bytes(document_bytes(architecture))
-        # preset 6: 8 MiB of dictionary; higher presets only widen it, and A and B are noise beyond a few bytes
-        (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, preset=6))
+        # A bf16 number is a byte of noise and one of sign and exponent: contexts that tell the two apart (lp, pb) take
+        # 5 % off what preset 6 makes of them, more than storing all first bytes before all second ones does.
+        (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, filters=XZ_FILTERS))
         (folder / "adapter.json").write_bytes(document_bytes(document))
         archive = _finish(folder)
         if archive.base_sha256 != base.base_sha256:
@@ -378,22 +402,29 @@ def pack_adapter(
 
 
 def _clean_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    # paths of the machine it was trained on, and all that could choose other code
-    drop = ("transformers_version", *FORBIDDEN_CONFIG)
-    return {key: value for key, value in config.items() if not key.startswith("_") and key not in drop}
+    # without paths of the machine it was trained on, settings of other tasks, and all that could choose other code
+    return {key: value for key, value in config.items() if key in CONFIG_KEYS}
 
 
 def _finish(folder: Path) -> Archive:
-    """Writes manifest.json, last, and reads the whole folder back as a loader would."""
+    """Writes self_check.json and manifest.json, loading what was packed as a reader would."""
+    from drafter import self_check
+
+    unfinished = {"format": FORMAT, "margin": NEAR_TIE_GAP, "drafts": []}
+    _write_last(folder, unfinished)
+    _write_last(folder, self_check.make(lambda form, dtype: load_model(folder, form, dtype)))
+    return verify(folder)
+
+
+def _write_last(folder: Path, self_check: Mapping[str, Any]) -> None:
+    (folder / "self_check.json").write_bytes(document_bytes(self_check))
     files = [
         {"path": path.name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.iterdir())
+        if path.name != "manifest.json"
     ]
     archive_id = sha256_bytes(canonical_json(files))
     (folder / "manifest.json").write_bytes(manifest_bytes(files, archive_id))
-    archive = verify(folder)
-    check_names(meta_model(archive.config), archive.quantization)
-    return archive
 
 
 @contextlib.contextmanager
@@ -444,8 +475,8 @@ def inventory(archive: Archive) -> list[dict[str, Any]]:
     stored = {name: tensor_size(spec) for name, spec in specs.items()}
     total = sum(stored.values())
     for name, entry in archive.quantization["tensors"].items():
-        parts = (name,) if entry["codec"] == "none" else (f"{name}.codes", f"{name}.scales")
-        size, count = sum(stored[part] for part in parts), _count(entry["shape"])
+        parts = (name, f"{name}.codes", f"{name}.scales", f"{name}.scales2")
+        size, count = sum(stored.get(part, 0) for part in parts), _count(entry["shape"])
         row = {"name": name, "codec": entry["codec"], "shape": entry["shape"], "elements": count, "size_bytes": size}
         rows.append({**row, "bits": round(8 * size / count, 3), "share": round(size / total, 5)})
     return rows

@@ -100,7 +100,8 @@ def open_model(recipe: Recipe, phase: Phase, device: str) -> Opened:
         return Opened(model, AdapterWeights(adapter.parameters()), adapter, base.base_sha256)
     folder = parent_folder(recipe, phase)
     model = load_causal_lm(folder, dtype, device, stop_ids=recipe.base.stop_ids).train()
-    return Opened(model, MasterWeights(model, quantize=phase.name == "qat"))
+    double_quant = recipe.packing.double_quant
+    return Opened(model, MasterWeights(model, quantize=phase.name == "qat", double_quant=double_quant))
 
 
 # ---------------------------------------------------------------------------- the loop

@@ -25,12 +25,16 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def meta_model(config: Mapping[str, Any]) -> nn.Module:
     """The transformers model of a config, weights on the meta device: names and shapes, no memory."""
-    # Two families, by name: an Auto class would also build models that run code of the folder's or reach a hub.
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    # Three families, by name: an Auto class would also build models that run code of the folder's or reach a hub.
+    import transformers as hf
 
-    families = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+    families = {
+        "llama": (hf.LlamaConfig, hf.LlamaForCausalLM),
+        "qwen2": (hf.Qwen2Config, hf.Qwen2ForCausalLM),
+        "qwen3": (hf.Qwen3Config, hf.Qwen3ForCausalLM),
+    }
     if config.get("model_type") not in families:
-        raise ContentError("config.json", "model_type", " or ".join(families), repr(config.get("model_type"))[:80])
+        raise ContentError("config.json", "model_type", ", ".join(families), repr(config.get("model_type"))[:80])
     config_class, model_class = families[config["model_type"]]
     try:
         with torch.device("meta"):

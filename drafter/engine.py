@@ -22,6 +22,7 @@ from drafter.kernel_check import check_kernels
 from drafter.native import BuildError, NativeForward
 from drafter.plain import PlainForward
 from drafter.prefix_cache import PrefixCache
+from drafter.self_check import check
 
 EXAMPLE = "Write one sentence about the sea."
 KERNELS = ("auto", "native", "plain")
@@ -142,6 +143,7 @@ class DraftEngine(_Engine):
         if prefix_cache_bytes:
             shape = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
             self.prefix_cache = PrefixCache(prefix_cache_bytes, *shape, self.cache.keys.dtype, device)
+        check(self, loaded.self_check)  # weights or kernels that draft otherwise than when it was packed
 
     def _decode(self, prompts, limits):
         if len(prompts) > self.cache.slots:  # pages are taken as they are filled

@@ -41,7 +41,7 @@ typedef struct {
 enum { CANDIDATES = 8 };
 
 typedef struct { /* what a call needs, allocated once */
-    int32_t threads, max_tokens, max_wanted;
+    int32_t threads, max_tokens;
     float *residual, *q, *k, *v, *attended, *gate, *up, *out, *hidden, *logits; /* [N, ..]; hidden, logits: [W, ..] */
     float *low_rank;                                                            /* [3, N, r]: A x of up to 3 matrices */
     Input normed, mixed, middle, final;
@@ -303,9 +303,9 @@ static void attend(Thread t, const Call *c, int index) {
     Scratch *s = c->scratch;
     const int E = m->head_dim, N = c->count, H = m->heads, group = H / m->kv_heads;
     const int by_token = N >= 4 * t.threads;
-    for (int item = by_token ? t.id * H : t.id; item < N * H;
-         item += by_token && (item + 1) % H == 0 ? (t.threads - 1) * H + 1 : by_token ? 1 : t.threads) {
+    for (int item = 0; item < N * H; item++) {
         const int h = item % H, n = item / H;
+        if ((by_token ? n : item) % t.threads != t.id) continue;
         const size_t at = (((size_t)index * c->cache->slots + c->slots[n]) * m->kv_heads + h / group) * c->cache->length * E;
         const int seen = c->positions[n] + 1;
         const float *q = s->q + ((size_t)n * m->heads + h) * E;
@@ -522,7 +522,7 @@ static void choose(Thread t, const Call *c) {
         return;
     }
     for (int n = 0; n < W; n++) {
-        const size_t at = ((size_t)t.id * s->max_wanted + n) * CANDIDATES;
+        const size_t at = ((size_t)t.id * s->max_tokens + n) * CANDIDATES;
         find_best(logits + (size_t)n * ld + r0, r1 - r0, c->rows ? c->rows + r0 : NULL, r0, CANDIDATES,
                   s->best_value + at, s->best_id + at);
     }
@@ -533,7 +533,7 @@ static void choose(Thread t, const Call *c) {
         for (int i = 0; i < CANDIDATES; i++) values[i] = -INFINITY, ids[i] = -1;
         for (int id = 0; id < t.threads; id++)
             for (int i = 0; i < CANDIDATES; i++) {
-                const size_t at = ((size_t)id * s->max_wanted + n) * CANDIDATES + i;
+                const size_t at = ((size_t)id * s->max_tokens + n) * CANDIDATES + i;
                 if (s->best_value[at] > values[CANDIDATES - 1]) 
                     keep_best(s->best_value[at], s->best_id[at], CANDIDATES, values, ids);
             }
@@ -592,22 +592,22 @@ void engine_free(Scratch *s) {
     free(s);
 }
 
-Scratch *engine_new(const Model *m, int threads, int max_tokens, int max_wanted, int positions, int rank) {
+Scratch *engine_new(const Model *m, int threads, int max_tokens, int positions, int rank) {
     Scratch *s = zeros(1, sizeof *s);
     if (!s) return NULL;
-    const size_t N = max_tokens, W = max_wanted, D = m->hidden, I = m->intermediate;
+    const size_t N = max_tokens, W = N, D = m->hidden, I = m->intermediate;
     const int att = m->heads * m->head_dim, kv = m->kv_heads * m->head_dim;
     int widest = att > m->intermediate ? att : m->intermediate;
     widest = widest > m->hidden ? widest : m->hidden;
     size_t row = positions > widest ? (size_t)positions : (size_t)widest;
     row = row > N * 256 ? row : N * 256;
-    s->threads = threads, s->max_tokens = max_tokens, s->max_wanted = max_wanted;
+    s->threads = threads, s->max_tokens = max_tokens;
     s->residual = zeros(N * D, 4), s->out = zeros(N * D, 4), s->q = zeros(N * att, 4), s->attended = zeros(N * att, 4);
     s->k = zeros(N * kv, 4), s->v = zeros(N * kv, 4), s->gate = zeros(N * I, 4), s->up = zeros(N * I, 4);
     s->hidden = zeros(W * D, 4), s->logits = malloc(W * m->num_ids * sizeof(float)); /* pages only as they are used */
     s->low_rank = zeros(3 * N * (rank + 1), 4);
     s->normed = new_input(max_tokens, m->hidden), s->mixed = new_input(max_tokens, att);
-    s->middle = new_input(max_tokens, m->intermediate), s->final = new_input(max_wanted, m->hidden);
+    s->middle = new_input(max_tokens, m->intermediate), s->final = new_input(max_tokens, m->hidden);
     s->low_rank_input = zeros(threads, sizeof(Input)), s->row = zeros(threads, sizeof(float *));
     s->decoded = zeros(threads, sizeof(void *));
     s->best_value = zeros((size_t)threads * W * CANDIDATES, 4), s->best_id = zeros((size_t)threads * W * CANDIDATES, 4);
@@ -629,7 +629,20 @@ Scratch *engine_new(const Model *m, int threads, int max_tokens, int max_wanted,
     return NULL;
 }
 
-/* One pass. tokens, slots, positions [N], N <= max_tokens: positions of a slot follow each other without a gap, and what
+/* Sum of a buffer by all threads, for the rate at which this machine reads memory: bytes a multiple of 256 x threads */
+uint64_t engine_stream(const uint64_t *buffer, size_t bytes, int threads) {
+    uint64_t total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
+    for (size_t i = 0; i < bytes / 256; i++) {
+        __builtin_prefetch((const char *)(buffer + 32 * i) + 4096);
+        uint64_t sum[8] = {0};
+        for (int j = 0; j < 32; j++) sum[j & 7] += buffer[32 * i + j];
+        for (int j = 0; j < 8; j++) total += sum[j];
+    }
+    return total;
+}
+
+/* One pass. tokens, slots, positions [N], N <= max_tokens, W <= N: positions of a slot follow each other without a gap, and what
  * lies before them is in the cache. wanted [W]: indices into tokens. rows [row_count] rising ids that compete, or NULL
  * for the first row_count; row_count 0: no logits. Writes ids and gaps (to the second best) [W], hidden [W, D] unless
  * NULL, and with top_k the lists of log-probabilities. All checks are the caller's. */

@@ -163,12 +163,11 @@ class NativeForward:
         decoder: Decoder,
         *,
         threads: int,
-        max_wanted: int = 64,
         max_tokens: int = MAX_TOKENS,
         flags: tuple[str, ...] = FLAGS,
     ):
         check_fits(decoder)
-        self.decoder, self.threads, self.max_tokens, self.max_wanted = decoder, threads, max_tokens, max_wanted
+        self.decoder, self.threads, self.max_tokens = decoder, threads, max_tokens
         self.lib = library(flags)
         self._kept: list[object] = []  # what C holds pointers to
         self._scratch: int | None = None
@@ -188,7 +187,7 @@ class NativeForward:
             *map(self._keep, (decoder.final_norm, decoder.cos, decoder.sin)),
         )
         self._kept.append(layers)
-        sizes = (threads, max_tokens, max_wanted, decoder.positions, decoder.rank)
+        sizes = (threads, max_tokens, decoder.positions, decoder.rank)
         self._scratch = self.lib.engine_new(ctypes.byref(self._model), *sizes)
         if not self._scratch:
             raise MemoryError("the native engine's buffers")
@@ -245,7 +244,7 @@ class NativeForward:
         are those of the lists.
         """
         count, ids = len(tokens), np.empty(len(wanted), np.int32)
-        assert 0 < count <= self.max_tokens and len(wanted) <= self.max_wanted, (count, len(wanted))
+        assert 0 < count <= self.max_tokens and len(wanted) <= count, (count, len(wanted))
         assert max(positions) < cache.length and max(slots) < cache.slots, (max(positions), max(slots))
         gaps = np.empty(len(wanted), np.float32)
         states = torch.empty(len(wanted), self.decoder.hidden) if hidden else None

@@ -53,7 +53,7 @@ class PlainForward:
         self, decoder: Decoder, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", max_tokens: int = 512
     ):
         self.decoder, self.dtype, self.device = decoder, dtype, device
-        self.max_tokens = self.max_wanted = max_tokens
+        self.max_tokens = max_tokens
         self.layers = [_Layer(layer, dtype, device) for layer in decoder.layers]
         self.table = decoder.embedding.weight().to(dtype).to(device)
         tied = decoder.head is decoder.embedding

@@ -2,6 +2,7 @@
 
 NF4   blocks of 64 along the flattened (row-major) tensor, 16 levels (those of bitsandbytes), one bf16 scale a block.
       value = LEVELS[code] * scale; two codes a byte, the first element in the high nibble.
+      The scales may be stored double-quantized: one byte each, and two fp32 numbers for each group of 256.
 INT8  one bf16 scale a row, codes -127..127: value = code * scale. For the embedding, which is the output head too.
 
 A scale IS a bf16 tensor: what is decoded can therefore never differ between a trainer that holds it in memory,
@@ -11,18 +12,19 @@ an archive that stores it and a kernel that reads it. Products are taken in fp32
     codes = nf4_quantize(weight, scales)             # [ceil(n / 2)] uint8
     nf4_dequantize(codes, scales, weight.shape)      # fp32, bit-equal to fake_quant_nf4(weight, scales)
 
-Legend: n elements, b blocks, R rows, D columns.
+Legend: n elements, b blocks, g groups of blocks, R rows, D columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 BLOCK = 64
 # The levels of bitsandbytes' NF4 (QLoRA, appendix E: quantiles of N(0, 1) scaled to [-1, 1], with an exact 0).
@@ -38,6 +40,8 @@ LEVELS = (
 CLIP_GRID = (1.0, 0.96, 0.92, 0.88, 0.84, 1.04, 1.08)
 # The smallest normal bf16. Below it a scale would be denormal, and kernels that flush denormals would read 0.
 MIN_SCALE = 2.0**-126
+# Scales of one double-quantized group, as in QLoRA, and the largest relative change that one of them may suffer.
+GROUP, GROUP_LOSS = 256, 0.01
 # Blocks handled at once: 4096 * 64 * 4 bytes = 1 MB a temporary, so that the half dozen of them stay in the cache.
 CHUNK = 4096
 
@@ -233,6 +237,87 @@ def _search(blocks: Tensor, absmax: Tensor, moments: Tensor | None) -> Tensor:
     return torch.where(usable, found, absmax)
 
 
+@dataclass(frozen=True)
+class DoubleQuantized:
+    """Block scales as an archive stores them; see `double_quantize`."""
+
+    codes: Tensor  # uint8: 256 codes of a group (fewer of the last), or the bf16 bytes of a plain one
+    groups: Tensor  # fp32 [g, 2]: lowest scale and step; zeros for a plain group
+    plain: list[int]  # groups that keep bf16 scales, rising
+
+
+def double_sizes(count: int, plain: Sequence[int]) -> tuple[int, int]:
+    """(bytes of codes, groups) of `count` scales."""
+    groups = -(-count // GROUP)
+    return count + sum(min(GROUP, count - GROUP * group) for group in plain), groups
+
+
+@torch.no_grad()
+def double_quantize(scales: Tensor, loss: float = GROUP_LOSS) -> DoubleQuantized:
+    """bf16 [b] -> one byte a scale: code = round((scale - low) / step), low and step = (high - low) / 255 of a group.
+
+    After QLoRA (Dettmers et al., 2023, section 3), which takes the mean off and stores what is left as 8-bit floats;
+    scales of a group lie within a small factor of each other, and for such numbers an even grid loses less. A group
+    in which a scale would change by more than `loss` of itself stays as it is; with 0 all scales are kept exactly.
+
+    Quantizing what was decoded gives the same scales again, so a trainer that holds decoded scales hands them to the
+    packer unchanged: `low` and `high` are bf16 numbers and decode to themselves, hence the grid is the same. Where a
+    step is wider than the spacing of bf16, rounding moved a scale by less than half a step, and its code is found
+    again; where it is narrower, the nearest grid point to a bf16 number is less than half a spacing away and rounds to
+    it.
+    """
+    size, grouped = scales.numel(), F.pad(scales.float(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    real = torch.arange(grouped.numel(), device=scales.device).view_as(grouped) < size
+    low = torch.where(real, grouped, torch.inf).amin(1)
+    step = (torch.where(real, grouped, 0).amax(1) - low) / 255  # [g]
+    codes = ((grouped - low[:, None]) / torch.where(step > 0, step, 1)[:, None]).round().clamp(0, 255).to(torch.uint8)
+    change = (_grid(codes, low, step) - grouped).abs() / torch.where(real, grouped, 1)
+    plain = (torch.where(real, change, 0).amax(1) > loss).nonzero()[:, 0].tolist()
+    stored = [
+        scales[at : at + GROUP].view(torch.uint8) if at // GROUP in plain else row[: size - at]
+        for at, row in zip(range(0, size, GROUP), codes, strict=True)
+    ]
+    groups = torch.stack((low, step), 1)
+    groups[plain] = 0
+    return DoubleQuantized(torch.cat(stored) if stored else codes.view(-1), groups, plain)
+
+
+def _grid(codes: Tensor, low: Tensor, step: Tensor) -> Tensor:
+    """fp32 [g, 256] of codes, rounded to bf16. A product, then a sum: never fused, so that all machines agree."""
+    product = codes.float() * step[:, None]
+    return (product + low[:, None]).bfloat16().float()
+
+
+@torch.no_grad()
+def double_dequantize(codes: Tensor, groups: Tensor, plain: Sequence[int], count: int, name: str = "tensor") -> Tensor:
+    """The bf16 scales [b] again. ValueError for groups that `double_quantize` never makes."""
+    low, step, flags = groups[:, 0], groups[:, 1], torch.zeros(groups.shape[0], dtype=torch.bool)
+    flags[list(plain)] = True
+    good = torch.isfinite(groups).all(1) & torch.where(flags, (groups == 0).all(1), (low > 0) & (step >= 0))
+    if not bool(good.all()):
+        at = int((~good).nonzero()[0])
+        raise ValueError(f"{name}: group {at} of the scales has low and step {groups[at].tolist()}")
+    if not plain:
+        full = F.pad(codes, (0, -count % GROUP)).view(-1, GROUP)
+        return _grid(full, low, step).view(-1)[:count].bfloat16()
+    pieces, at = [], 0
+    for group in range(groups.shape[0]):
+        size = min(GROUP, count - GROUP * group)
+        width = size * (2 if flags[group] else 1)
+        piece, at = codes[at : at + width], at + width
+        if flags[group]:
+            pieces.append(piece.clone().view(torch.bfloat16))  # a copy, for the bytes may lie on an odd address
+        else:
+            pieces.append(_grid(piece[None], low[group : group + 1], step[group : group + 1])[0].bfloat16())
+    return torch.cat(pieces)
+
+
+def double_quantized(scales: Tensor) -> Tensor:
+    """What scales [b] decode to once they were double-quantized: the state of a trainer whose packer does it."""
+    found = double_quantize(scales)
+    return double_dequantize(found.codes, found.groups, found.plain, scales.numel())
+
+
 @torch.no_grad()
 def nf4_quantize(weight: Tensor, scales: Tensor, name: str = "tensor") -> Tensor:
     """Nearest codes, two a byte -> uint8 [ceil(n / 2)]; the spare nibble of an odd tensor is 0.
@@ -361,61 +446,3 @@ def fake_quant_int8(weight: Tensor, scales: Tensor | None = None, name: str = "t
 
     _each_rows(work, weight, name)
     return out
-
-
-# ---------------------------------------------------------------------------- layers that keep the codes
-# The oracle of every fused kernel: plain, correct, slow. Each call decodes in fp32 and casts once to the activations'
-# dtype. Scales are held as int16 bit patterns, so that `.to(dtype)` of a whole model cannot touch them.
-
-
-class PackedLinear(nn.Module):
-    """x [..., D] -> x W^T (+ bias) [..., R], W = the NF4 weight [R, D]."""
-
-    def __init__(self, codes: Tensor, scales: Tensor, shape, bias: Tensor | None = None):
-        super().__init__()
-        self.out_features, self.in_features = shape
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale_bits", scales.view(torch.int16))
-        self.register_buffer("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scales = self.scale_bits.view(torch.bfloat16)
-        weight = nf4_dequantize(self.codes, scales, (self.out_features, self.in_features)).to(x.dtype)
-        return F.linear(x, weight, self.bias if self.bias is None else self.bias.to(x.dtype))
-
-
-class PackedTable(nn.Module):
-    """The INT8 table [R, D]; `PackedEmbedding` looks rows up in it, `PackedHead` multiplies by it. Tied = one table."""
-
-    def __init__(self, codes: Tensor, scales: Tensor):
-        super().__init__()
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale_bits", scales.view(torch.int16))
-
-    def rows(self, at) -> Tensor:
-        """fp32 [..., D] of an index tensor or a slice."""
-        return self.codes[at].float() * self.scale_bits.view(torch.bfloat16)[at].float()[..., None]
-
-
-class PackedEmbedding(nn.Module):
-    """ids [B, T] -> [B, T, D] in `dtype`, which the rest of the model computes in."""
-
-    def __init__(self, table: PackedTable, dtype: torch.dtype):
-        super().__init__()
-        self.table, self.dtype = table, dtype
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table.rows(ids).to(self.dtype)
-
-
-class PackedHead(nn.Module):
-    """x [..., D] -> logits [..., R]."""
-
-    def __init__(self, table: PackedTable):
-        super().__init__()
-        self.table = table
-
-    def forward(self, x: Tensor) -> Tensor:
-        # 8,192 rows at once: at D = 2,048 a decoded piece is 67 MB, the whole table of Qwen3 would be 1.2 GB
-        starts = range(0, self.table.codes.shape[0], 8192)
-        return torch.cat([F.linear(x, self.table.rows(slice(at, at + 8192)).to(x.dtype)) for at in starts], -1)

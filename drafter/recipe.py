@@ -232,7 +232,7 @@ class Packing(Part):
     linear: Literal["nf4"]
     block_size: Literal[64]
     embedding: Literal["int8"]
-    double_quant: Literal[False]
+    double_quant: bool  # block scales in one byte each
     storage: Literal["zst", "plain"]
 
 

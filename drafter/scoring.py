@@ -110,9 +110,8 @@ def score_forward(
             raise ValueError(f"row {index} ({getattr(row, 'id', '?')}) has an empty prompt or continuation")
         text = [*row.prompt_ids, *row.continuation_ids][:-1]  # the last token predicts nothing that is stored
         first, ids, gaps = len(row.prompt_ids) - 1, [], []
-        step = min(forward.max_tokens, forward.max_wanted)
-        for at in range(0, len(text), step):
-            piece = text[at : at + step]
+        for at in range(0, len(text), forward.max_tokens):
+            piece = text[at : at + forward.max_tokens]
             wanted = list(range(max(0, first - at), len(piece)))
             choice = forward(cache, piece, [0] * len(piece), list(range(at, at + len(piece))), wanted)
             ids += choice.ids

@@ -124,14 +124,10 @@ def decode(
                 row.decoded.prefill_s = time.perf_counter() - started_s
             active += entering
         else:
-            choice = forward(
-                cache,
-                [row.decoded.tokens[-1] for row in active],
-                [row.slot for row in active],
-                [row.position for row in active],
-                list(range(len(active))),
-                top_k=top_k,
-            )
-            emit(active, choice)
+            for first in range(0, len(active), forward.max_tokens):
+                rows = active[first : first + forward.max_tokens]
+                tokens, slots = [row.decoded.tokens[-1] for row in rows], [row.slot for row in rows]
+                positions = [row.position for row in rows]
+                emit(rows, forward(cache, tokens, slots, positions, range(len(rows)), top_k=top_k))
         active = [row for row in active if not retire(row)]
     return [] if on_finish is not None else results

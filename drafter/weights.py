@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from drafter.adapter import linear_names
-from drafter.quantization import fake_quant_int8, fake_quant_nf4, nf4_scales
+from drafter.quantization import double_quantized, fake_quant_int8, fake_quant_nf4, nf4_scales
 
 
 class MasterWeights:
     """Masters of every parameter of `model`; with `quantize`, linear layers publish as NF4 and tables as INT8.
 
     The block scales of the NF4 layers are state: searched by `search_scales`, used as they are until the next
-    search, and handed to the packer unchanged. INT8 row scales follow from the rows themselves.
+    search, and handed to the packer unchanged. With `double_quant` they are what an archive's bytes decode to.
+    INT8 row scales follow from the rows themselves.
     """
 
-    def __init__(self, model: nn.Module, quantize: bool = False):
-        self.model, self.quantize = model, quantize
+    def __init__(self, model: nn.Module, quantize: bool = False, double_quant: bool = False):
+        self.model, self.quantize, self.double_quant = model, quantize, double_quant
         self.parameters = dict(model.named_parameters())  # a tied table once
         self.masters = {
             name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in self.parameters.items()
@@ -47,7 +48,8 @@ class MasterWeights:
     @torch.no_grad()
     def search_scales(self) -> None:
         for name in self.linear:
-            self.scales[name] = nf4_scales(self.masters[name], name=name)
+            scales = nf4_scales(self.masters[name], name=name)
+            self.scales[name] = double_quantized(scales) if self.double_quant else scales
 
     @torch.no_grad()
     def publish(self) -> None:

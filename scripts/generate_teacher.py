@@ -85,8 +85,7 @@ def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[i
         return functools.partial(greedy_decode, model, **own)
     slots, longest = min(settings.batch_size, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens
     weights = decoder_of(model, num_ids=teacher.num_ids, positions=longest)
-    sizes = {"max_tokens": max(MAX_TOKENS, slots), "max_wanted": max(MAX_TOKENS, slots)}
-    forward = NativeForward(weights, threads=torch.get_num_threads(), **sizes)
+    forward = NativeForward(weights, threads=torch.get_num_threads(), max_tokens=max(MAX_TOKENS, slots))
     return functools.partial(decode, forward, forward.new_cache(slots, longest))
 
 

@@ -6,6 +6,7 @@
     python -m scripts.pack_model --recipe smollm2-quick --phase polish   # any phase, quantized without training
     python -m scripts.pack_model --verify model                    # every byte, size, name and link; no model is built
     python -m scripts.pack_model --inventory model                 # a row a tensor: codec, shape, bits, bytes, share
+    python -m scripts.pack_model --recipe smollm2-quick --report   # every codec: bits, errors, KL, tau -> codecs.json
 
 Needs no GPU; time is the scale search, about 40 ns a weight on one core (qat brings its scales: none), plus the reading
 back of what was written. Disk: the archive, and once more while it replaces an older one. Every checkpoint is held
@@ -15,6 +16,7 @@ against the sha256 that phase_log names, and refused when it differs.
 import argparse
 import json
 import os
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,13 +48,15 @@ def pack_phase(
 ) -> dict[str, Any]:
     """One phase's checkpoint as an archive without adapter -> report.
 
-    The scales of `qat` are used as training left them, all other phases are searched anew. ValueError when the phase
-    is not finished, its bytes are not those of phase_log, the teacher is missing or the weights are the teacher's own.
+    The scales of `qat` are used as training left them, all other phases are searched anew, weighted by the phase's
+    moments where scripts.calibrate measured some. ValueError when the phase is not finished, its bytes are not those of
+    phase_log or of the moments, the teacher is missing or the weights are the teacher's own.
     """
     from safetensors.torch import load_file
 
     from drafter.checkpoint import Checkpoint, checked_scales, checked_weights
     from model_io import pack_base
+    from scripts.calibrate import read_moments
 
     run_dir = run_dir or recipe.run_dir
     folder, teacher = run_dir / phase, recipe.cache_dir / "models" / "teacher"
@@ -71,6 +75,8 @@ def pack_phase(
         generation=generation_settings(recipe),
         architecture=run.document(),
         scales=load_file(checked_scales(run_dir, run.phase_log)) if phase == "qat" else None,
+        moments=None if phase == "qat" else read_moments(folder, checkpoint_sha256),
+        double_quant=recipe.packing.double_quant,
         storage=storage or recipe.packing.storage,
         teacher_dir=teacher,
         source=(phase, checkpoint_sha256),
@@ -165,6 +171,10 @@ def estimate(recipe: Recipe, phase: str | None, folder: Path, storage: str) -> d
         for name, tensor in model.state_dict().items()
         if name not in ties
     }
+    if recipe.packing.double_quant:  # as if no group had to keep its bf16 scales
+        for name in codecs:
+            if codecs[name] == "nf4":
+                entries[name]["plain_groups"] = []
     count = {name: prod(entry["shape"]) for name, entry in entries.items()}
     linear = sum(size for name, size in count.items() if codecs.get(name) == "nf4")
     stream = stream_size(stream_specs({"tensors": entries}), WEIGHTS_METADATA)
@@ -212,15 +222,22 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--phase", help="pack one phase as it is, without adapter: what plain quantization would cost")
     what.add_argument("--verify", type=Path, metavar="DIR", help="check an archive and change nothing")
     what.add_argument("--inventory", type=Path, metavar="DIR", help="check an archive and list its tensors")
+    what.add_argument("--report", action="store_true", help="measure every codec on the run's student; some minutes")
     add("--run", type=Path, metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     add(
         "--output", type=Path, metavar="DIR", help="folder to write (default: RUN/base, RUN/packed_PHASE, or MODEL_DIR)"
     )
     add("--storage", choices=("zst", "plain"), help="plain: larger, but memory-mapped and shared by replicas")
+    add("--llama-python", metavar="PATH", help="--report: python of an environment with llama-cpp-python==0.3.36")
+    add("--full-size", action="store_true", help="--report: sizes at the shape of Qwen3-1.7B too; 5 GB of disk")
+    add("--record", action="store_true", help="--report: keep it in data/results/ and refresh the README")
     add("--dry-run", action="store_true", help="say what would be read, its bytes, memory and seconds; writes nothing")
     args = parser.parse_args(argv)
+    args.command = ["python", "-m", "scripts.pack_model", *(sys.argv[1:] if argv is None else argv)]
     if not (args.recipe or args.verify or args.inventory):
         parser.error("--recipe is needed, or --verify DIR, or --inventory DIR")
+    if not args.report and (args.llama_python or args.full_size or args.record):
+        parser.error("--llama-python, --full-size and --record belong to --report")
     if args.storage and not (args.base or args.phase):
         parser.error("--storage belongs to --base or --phase: the final archive takes the base's bytes unchanged")
     return args
@@ -246,6 +263,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return summary
     recipe = load_recipe(args.recipe)
     run_dir = args.run or recipe.run_dir
+    if args.report:
+        from scripts.codec_report import report
+
+        chosen = {name: getattr(args, name) for name in ("llama_python", "full_size", "record", "dry_run")}
+        return report(recipe, run_dir, command=args.command, **chosen)
     phase = "qat" if args.base else args.phase
     if args.base:
         default = run_dir / "base"

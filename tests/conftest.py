@@ -2,13 +2,17 @@
 
 import dataclasses
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from archives import REPORTED, pack, random_adapter, random_model
 
 from drafter.console import quiet_libraries
 from drafter.recipe import Recipe, load_recipe
+from model_io import pack_adapter
+from scripts.random_model import make_tokenizer
 
 # scripts/test.sh may run in an environment that VENV names; what serve.sh finds in a test must not depend on it.
 os.environ.pop("VENV", None)
@@ -21,6 +25,12 @@ def one_thread():
     """Tests on two cores gain nothing from two threads each, and fp32 sums stay in one order."""
     quiet_libraries()
     torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests counted."""
+    for line in REPORTED:
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +65,30 @@ def chain(tmp_path_factory) -> Chain:
         recipe = load_recipe("tiny")
         report = quickstart.quickstart(recipe, record=False)
         yield Chain(recipe, root, report)
+
+
+# ---------------------------------------------------------------------------- small archives
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory, tokenizer_dir):
+    """(folder with base/ and model/, the model, the adapter); read only, tests copy it."""
+    folder = tmp_path_factory.mktemp("packed")
+    model = random_model("qwen3")
+    pack(model, folder / "base", tokenizer_dir)
+    adapter = random_adapter(model, folder / "base")
+    pack_adapter(folder / "model", base_dir=folder / "base", adapter=adapter)
+    return folder, model, adapter
+
+
+@pytest.fixture
+def archive(packed, tmp_path):
+    shutil.copytree(packed[0] / "model", tmp_path / "model")
+    return tmp_path / "model"

@@ -357,7 +357,7 @@ def teacher_row(row):
 class StubLoaded:
     """What model_io.load_model returns, around a model that was never packed."""
 
-    tensors, adapter = {}, None
+    tensors, adapter, self_check = {}, None, {"margin": 1.0, "drafts": []}
     archive_id, context, stop_ids, num_ids = "a" * 64, 100, frozenset({STOP}), NUM_IDS
     chat, info = StubChat(), {"recipe": "tiny"}
 

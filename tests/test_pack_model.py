@@ -107,7 +107,8 @@ def test_dry_run_says_what_it_would_cost(run, capsys):
     assert pack_model.main(["--recipe", "tiny", "--phase", "qat", "--storage", "plain"]) == 0
     packed = last_line(capsys)
     tokenizer = sum(packed["files"][name] for name in packed["files"] if name.startswith("tokenizer"))
-    assert plain == packed["files"]["weights.safetensors"] + tokenizer, "of the plain form every byte is known before"
+    # of the plain form every byte is known before, but for the groups that keep their bf16 scales
+    assert plain <= packed["files"]["weights.safetensors"] + tokenizer < 1.02 * plain
     assert pack_model.main(["--recipe", "tiny", "--dry-run"]) == 0
     final = last_line(capsys)
     assert str(run_dir / "adapter" / "adapter.json") in final["missing"]

@@ -1,0 +1,140 @@
+"""How long the project's own steps take on this machine, beside the floor that the machine sets.
+
+    python -m scripts.benchmark load                    # the archive in model/: each stage, whole loads, peak memory
+    python -m scripts.benchmark load --qwen3-1.7b runs/benchmark/qwen3-1.7b --record
+
+Times are medians of rounds that go through everything in turn, with the least and the most; other work on the machine
+shows between the two.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafter import results
+from drafter.console import progress_bar, run_command
+from drafter.provenance import ROOT, machine, relative
+
+# ---------------------------------------------------------------------------- shared
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    return {"seconds": statistics.median(seconds), "runs": len(seconds), "min": min(seconds), "max": max(seconds)}
+
+
+def machine_line() -> str:
+    found = machine()
+    isa = ", ".join(found["isa"])
+    return f"{found['cpu']}, {found['cores']} cores ({isa}), {found['memory_gb']} GB, GPU: {found['gpu'] or 'none'}"
+
+
+def finish(name: str, rows: list[dict[str, Any]], command: Sequence[str], record: bool) -> dict[str, Any]:
+    """The result file of `rows`, written to data/results/ when it is to be recorded, else to runs/benchmark/."""
+    document = results.build(name, rows, command)
+    if record:
+        print(f"recorded in {relative(results.record(document))}")
+    else:
+        results.write_json(path := ROOT / "runs" / "benchmark" / f"{name}.json", document)
+        print(f"kept in {relative(path)}; --record copies it to data/results/")
+    return document
+
+
+# ---------------------------------------------------------------------------- load
+
+
+def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(rows of load.json, what follows from them): stages and loads of one archive."""
+    from scripts import _load_benchmark as bench
+
+    stages, loads = bench.single_stages(folder), bench.whole_loads(folder)
+    with progress_bar((runs + 1) * len(stages + loads), model, " steps", delay=10) as bar:
+        seconds = bench.time_rounds(stages + loads, runs, bar.update)
+    memory = {stage.name: bench.memory_of_load(folder, form) for stage, form in zip(loads, bench.LOADS, strict=True)}
+    rows = []
+    for stage in stages + loads:
+        times = summary(seconds[stage.name])
+        rate = stage.size_bytes and round(stage.size_bytes / times["seconds"] / 1e6, 1)
+        peak = memory[stage.name]["peak_bytes"] if stage.name in memory else None
+        times = {key: round(value, 5) for key, value in times.items()}
+        rows.append({"model": model, "stage": stage.name, "mb_per_s": rate, "peak_memory_bytes": peak, **times})
+    floor = max(rows[: len(stages)], key=lambda row: row["seconds"])
+    found: dict[str, Any] = {"model": model, "floor": floor["stage"], "floor_s": floor["seconds"]}
+    for row in rows[len(stages) :]:
+        key = row["stage"].removeprefix("load ")
+        found[f"{key}_to_floor"] = round(row["seconds"] / floor["seconds"], 2)
+        found |= {f"{key}_{name}": value for name, value in memory[row["stage"]].items()}
+    found["folder_bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    return rows, found
+
+
+def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    print(f"\n{found['model']}, {found['folder_bytes'] / 1e6:,.1f} MB in the folder")
+    print(f"{'stage':<26} {'MB/s':>8} {'seconds':>9} {'min':>9} {'max':>9} {'peak MB':>9}")
+    for row in rows:
+        rate = "" if row["mb_per_s"] is None else f"{row['mb_per_s']:,.0f}"
+        peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.1f}"
+        times = " ".join(f"{row[key]:>9.4f}" for key in ("seconds", "min", "max"))
+        print(f"{row['stage']:<26} {rate:>8} {times} {peak:>9}")
+    print(f"floor, the slowest single stage: {found['floor']}, {found['floor_s']:.3f} s")
+    for form in ("verify", "packed", "merged"):
+        peak, kept, weights = (found[f"{form}_{name}_bytes"] for name in ("peak", "kept", "model"))
+        memory = f"keeps {kept / 1e6:,.1f} MB ({weights / 1e6:,.1f} of weights), had {peak / kept:.2f} x that at most"
+        print(f"{form:<6} takes {found[f'{form}_to_floor']} x the floor; {memory if weights else 'keeps no weights'}")
+
+
+def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    from model_io import verify
+    from scripts.random_model import QWEN3_1_7B, pack_random_model
+
+    recipe = verify(args.model).architecture["recipe_name"]
+    models = [("smollm2-student" if recipe.startswith("smollm2") else recipe, args.model)]
+    if args.qwen3:
+        if not (args.qwen3 / "manifest.json").exists():
+            print(f"packing random weights of Qwen3-1.7B's shape into {relative(args.qwen3)}, some minutes", flush=True)
+            pack_random_model(QWEN3_1_7B, args.qwen3, tokenizer_dir=args.tokenizer)
+        models.append(("qwen3-1.7b", args.qwen3))
+    print(machine_line())
+    rows, found = [], []
+    for model, folder in models:
+        new_rows, summary_of_model = load_rows(model, folder, args.runs)
+        print_loads(new_rows, summary_of_model)
+        rows += new_rows
+        found.append(summary_of_model)
+    return {**finish("load", rows, command, args.record), "models": found}
+
+
+# ---------------------------------------------------------------------------- command line
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    load = commands.add_parser("load", help="verify and load a packed archive: rates of its stages, seconds, memory")
+    add = load.add_argument
+    default = Path(os.environ.get("MODEL_DIR") or ROOT / "model")
+    add("model", nargs="?", type=Path, default=default, metavar="MODEL_DIR", help="a packed archive (default: model)")
+    advice = "made there when missing: some minutes, 6 GB of memory, 3 GB of disk"
+    add("--qwen3-1.7b", dest="qwen3", type=Path, metavar="DIR", help=f"and an archive of its shape; {advice}")
+    add("--tokenizer", type=Path, metavar="DIR", help="Qwen3's tokenizer for the latter (default: 256 bytes as ids)")
+    add("--runs", type=int, default=5, help="timed rounds, after one that is not counted (default 5)")
+    add("--record", action="store_true", help="write data/results/load.json and refresh the README's table")
+    load.set_defaults(run=run_load)
+    args = parser.parse_args(argv)
+    if getattr(args, "runs", 1) < 1:
+        parser.error("--runs must be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    command = ["python", "-m", "scripts.benchmark", *(sys.argv[1:] if argv is None else argv)]
+    return run_command(lambda: print(json.dumps(args.run(args, command))))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
