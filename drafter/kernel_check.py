@@ -32,6 +32,7 @@ def random_decoder(
     num_ids: int = 203,
     norms: bool = True,
     biases: bool = False,
+    tied: bool = False,
     rank: int = 4,
     positions: int = 64,
     seed: int = 0,
@@ -72,7 +73,7 @@ def random_decoder(
     return Decoder(
         layers=tuple(layer() for _ in range(layers)),
         embedding=embedding,
-        head=embedding if packed else table(),
+        head=embedding if tied else table(),  # a tied one would repeat its input: nothing but the table speaks
         final_norm=torch.ones(hidden),
         cos=angles.cos(),
         sin=angles.sin(),

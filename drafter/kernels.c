@@ -3,7 +3,7 @@
  * A call takes N tokens, each with its slot of the cache and its position, and so serves decode steps (one token a
  * slot), prefill (many tokens of one slot) and any mixture without padding. All threads walk the same phases and meet
  * at barriers between them; a phase's work is split by rows of matrices, by tokens, or by heads. Sums of a token run in
- * one order whatever shares the call with it, so a draft is the same alone and in a batch.
+ * one order whatever shares the call with it (NF4: in calls of up to 16 tokens in one order, in longer ones in another).
  *
  * The residual stream, norms, softmax and logits are fp32; inputs of products and the cache are bf16 (fp32 inputs
  * without the machine's bf16 unit). The ids with the best logits are multiplied again in fp32 before one is chosen.
@@ -249,7 +249,7 @@ typedef struct {
     const Model *model;
     const Cache *cache;
     Scratch *scratch;
-    const int32_t *tokens, *slots, *positions, *wanted, *rows;
+    const int32_t *tokens, *slots, *positions, *wanted, *rows, *own, *own_start;
     int32_t count, wanted_count, row_count; /* row_count 0: no logits are asked for */
     int32_t *ids;                           /* [W] */
     float *gaps, *hidden;                   /* [W], [W, D] or NULL */
@@ -476,6 +476,24 @@ static float exact_logit(const Matrix *w, int id, const float *x) {
     return w->kind == INT8 ? total * from_bf16(w->scales[id]) : total;
 }
 
+/* the logit of one id for one wanted token, as the rows of the table give it */
+static float one_logit(const Model *m, const Scratch *s, int id, int n) {
+    float out;
+#if BF16_UNIT
+    if (m->head.kind == INT8)
+        int8_row(&m->head, id, &s->fixed, n, 1, &out, 0);
+    else
+        out = dense_one((const uint16_t *)m->head.codes + (size_t)id * m->hidden, m->hidden, input_row(&s->final, n));
+#else
+    const Input one = {s->final.full + (size_t)n * s->final.width, NULL, s->final.width};
+    if (m->head.kind == INT8)
+        int8_row_all(&m->head, id, &one, 1, &out, 0);
+    else
+        dense_rows((const uint16_t *)m->head.codes + (size_t)id * m->hidden, m->hidden, m->hidden, &one, 1, 0, 1, &out, 1);
+#endif
+    return out;
+}
+
 static void choose(Thread t, const Call *c) {
     const Model *m = c->model;
     Scratch *s = c->scratch;
@@ -525,6 +543,11 @@ static void choose(Thread t, const Call *c) {
         const size_t at = ((size_t)t.id * s->max_tokens + n) * CANDIDATES;
         find_best(logits + (size_t)n * ld + r0, r1 - r0, c->rows ? c->rows + r0 : NULL, r0, CANDIDATES,
                   s->best_value + at, s->best_id + at);
+        for (int i = c->own ? c->own_start[n] + t.id : 0; c->own && i < c->own_start[n + 1]; i += t.threads) {
+            const float value = one_logit(m, s, c->own[i], n);
+            if (value > s->best_value[at + CANDIDATES - 1])
+                keep_best(value, c->own[i], CANDIDATES, s->best_value + at, s->best_id + at);
+        }
     }
     meet(t.barrier);
     for (int n = n0; n < n1; n++) {
@@ -644,13 +667,14 @@ uint64_t engine_stream(const uint64_t *buffer, size_t bytes, int threads) {
 
 /* One pass. tokens, slots, positions [N], N <= max_tokens, W <= N: positions of a slot follow each other without a gap, and what
  * lies before them is in the cache. wanted [W]: indices into tokens. rows [row_count] rising ids that compete, or NULL
- * for the first row_count; row_count 0: no logits. Writes ids and gaps (to the second best) [W], hidden [W, D] unless
+ * for the first row_count; row_count 0: no logits. own[own_start[n] .. own_start[n + 1]]: further ids that compete for
+ * wanted token n alone, or NULL. Writes ids and gaps (to the second best) [W], hidden [W, D] unless
  * NULL, and with top_k the lists of log-probabilities. All checks are the caller's. */
 void engine_forward(const Model *model, const Cache *cache, Scratch *scratch, int count, const int32_t *tokens,
                     const int32_t *slots, const int32_t *positions, int wanted_count, const int32_t *wanted, int row_count,
-                    const int32_t *rows, int32_t *ids, float *gaps, float *hidden, int top_k, int32_t *top_ids,
+                    const int32_t *rows, const int32_t *own, const int32_t *own_start, int32_t *ids, float *gaps, float *hidden, int top_k, int32_t *top_ids,
                     float *top_values, float *tails) {
-    const Call call = {model,     cache, scratch, tokens, slots, positions, wanted,     rows, count, wanted_count,
+    const Call call = {model,     cache, scratch, tokens, slots, positions, wanted,     rows, own, own_start, count, wanted_count,
                        row_count, ids,   gaps,    hidden, top_k, top_ids,   top_values, tails};
     Barrier barrier = {0};
     barrier.threads = scratch->threads;

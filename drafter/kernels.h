@@ -257,19 +257,17 @@ static inline __attribute__((always_inline)) void dense_tile(const uint16_t *w, 
     for (int m = 0; m < M; m++) _mm_storeu_ps(y + (size_t)m * ldy, sum4(sum[m][0], sum[m][1], sum[m][2], sum[m][3]));
 }
 
+/* one row, one token: the sums of dense_tile in the order of dense_tile */
 static float dense_one(const uint16_t *w, int cols, const uint16_t *x) {
-    __m512 a = _mm512_setzero_ps(), b = a;
+    __m512 sum = _mm512_setzero_ps();
     int k = 0;
-    for (; k + 64 <= cols; k += 64) {
+    for (; k + 32 <= cols; k += 32) {
         _mm_prefetch((const char *)(w + k) + 4096, _MM_HINT_T0);
-        a = dot(a, _mm512_loadu_si512(w + k), _mm512_loadu_si512(x + k));
-        b = dot(b, _mm512_loadu_si512(w + k + 32), _mm512_loadu_si512(x + k + 32));
+        sum = dot(sum, _mm512_loadu_si512(w + k), _mm512_loadu_si512(x + k));
     }
-    for (; k < cols; k += 32) {
-        __mmask32 rest = cols - k >= 32 ? 0xffffffffu : (__mmask32)((1u << (cols - k)) - 1);
-        a = dot(a, _mm512_maskz_loadu_epi16(rest, w + k), _mm512_maskz_loadu_epi16(rest, x + k));
-    }
-    return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+    if (k < cols)
+        sum = dot(sum, _mm512_maskz_loadu_epi16((__mmask32)((1u << (cols - k)) - 1), w + k), _mm512_loadu_si512(x + k));
+    return _mm_cvtss_f32(sum4(sum, sum, sum, sum));
 }
 
 static inline void dense_panel(const uint16_t *w, size_t ldw, int cols, const Input *x, int n, int M, float *y, int ldy) {

@@ -234,14 +234,15 @@ class NativeForward:
         wanted: Sequence[int],
         *,
         rows: np.ndarray | None = None,
+        own: Sequence[np.ndarray] | None = None,
         hidden: bool = False,
         top_k: int = 0,
     ) -> Choice:
         """One pass over N tokens, at most `max_tokens`, each at its position of its slot.
 
         What lies before a token in its slot is in the cache, or in this call before it. `wanted` are indices into
-        `tokens`. `rows`: the ids that compete, rising int32; all existing ones if None. With `top_k` the ids and gaps
-        are those of the lists.
+        `tokens`. `rows`: the ids that compete, rising int32; all existing ones if None. `own` [W]: more ids, int32,
+        none of them in `rows`, that compete for one wanted token. With `top_k` ids and gaps are those of the lists.
         """
         count, ids = len(tokens), np.empty(len(wanted), np.int32)
         assert 0 < count <= self.max_tokens and len(wanted) <= count, (count, len(wanted))
@@ -254,6 +255,8 @@ class NativeForward:
         assert 0 <= top_k <= row_count, (top_k, row_count)
         lists = [np.empty((len(wanted), top_k), kind) for kind in (np.int32, np.float32)]
         tails = np.empty(len(wanted), np.float32)
+        own_ids = np.concatenate(own).astype(np.int32) if own else np.empty(0, np.int32)
+        own_start = np.cumsum([0, *map(len, own or ())], dtype=np.int32)
         view = _Cache(cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.length)
         self.lib.engine_forward(
             ctypes.byref(self._model),
@@ -262,6 +265,7 @@ class NativeForward:
             *(count, tokens_at, slots_at, positions_at),
             *(len(wanted), wanted_at, row_count),
             None if rows is None else ctypes.c_void_p(rows.ctypes.data),
+            *(ctypes.c_void_p(array.ctypes.data) if own else None for array in (own_ids, own_start)),
             ctypes.c_void_p(ids.ctypes.data),
             ctypes.c_void_p(gaps.ctypes.data),
             ctypes.c_void_p(states.data_ptr()) if hidden else None,

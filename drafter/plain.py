@@ -75,6 +75,7 @@ class PlainForward:
         wanted: Sequence[int],
         *,
         rows: np.ndarray | None = None,
+        own: Sequence[np.ndarray] | None = None,
         hidden: bool = False,
         top_k: int = 0,
     ) -> Choice:
@@ -84,6 +85,8 @@ class PlainForward:
         if not len(wanted):
             return Choice([], [])
         ids, gaps = self._choose(states, rows)
+        if own:
+            ids, gaps = self._choose_among_own(states, ids, gaps, own)
         top = top_k_logprobs(states.to(self.dtype), self.head, top_k) if top_k else None
         return Choice(
             ids.tolist() if top is None else top[0][:, 0].tolist(), gaps.tolist(), states if hidden else None, top
@@ -101,6 +104,22 @@ class PlainForward:
             first = torch.from_numpy(rows).to(self.device)[first]
         gap = best[:, 0] - best[:, 1] if best.shape[1] > 1 else torch.full_like(best[:, 0], torch.inf)
         return first, gap
+
+    def _choose_among_own(self, states: Tensor, ids: Tensor, gaps: Tensor, own: Sequence[np.ndarray]):
+        """The winners of the common rows against each token's own ids; of equal logits the lower id wins."""
+        states, ids, gaps = states.to(self.dtype).float(), ids.clone(), gaps.clone()
+        for at, more in enumerate(own):
+            if not len(more):
+                continue
+            rivals = torch.from_numpy(np.sort(more)).long().to(self.device)
+            logits = self.head[rivals].float() @ states[at]  # [ids]
+            best = self.head[ids[at]].float() @ states[at]
+            both = torch.cat((torch.stack((best, best - gaps[at])), logits)).sort(descending=True).values
+            first = int(logits.argmax())
+            if logits[first] > best or (logits[first] == best and rivals[first] < ids[at]):
+                ids[at] = rivals[first]
+            gaps[at] = both[0] - both[1]
+        return ids, gaps
 
     # ------------------------------------------------------------------------ the pass
 

@@ -28,6 +28,7 @@ class _Row:
     limit: int
     slot: int
     cached: int = 0
+    own: np.ndarray | None = None  # ids of the prompt that are not in the draft vocabulary
     started_s: float = 0.0
     top_k: list[tuple] = dataclasses.field(default_factory=list)
 
@@ -46,6 +47,7 @@ def decode(
     *,
     stop_ids: frozenset[int],
     prefix_cache: PrefixCache | None = None,
+    vocabulary: np.ndarray | None = None,
     top_k: int = 0,
     on_finish: Callable[[Decoded], None] | None = None,
     progress: Callable[[int], None] | None = None,
@@ -53,7 +55,8 @@ def decode(
     """Greedy continuations in the order given; see decoding.greedy_decode, whose contract this is.
 
     `forward` is a NativeForward or PlainForward, `cache` one of its caches: as many rows at a time as it has slots.
-    ValueError also for a row that is longer than a slot.
+    `vocabulary`, rising int32 ids: a row may draft these and the ids of its own prompt, no others. ValueError also for
+    a row that is longer than a slot.
     """
     limits = checked_limits(max_new_tokens, prompts, forward.decoder.num_ids)
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -75,6 +78,10 @@ def decode(
         if progress is not None:
             progress(len(rows))
 
+    def call(tokens: list[int], slots: list[int], positions: list[int], wanted: list[int], rows: list[_Row]) -> None:
+        own = None if vocabulary is None else [row.own for row in rows]
+        emit(rows, forward(cache, tokens, slots, positions, wanted, rows=vocabulary, own=own, top_k=top_k))
+
     def prefill(rows: list[_Row]) -> None:
         """All rows' tokens one behind the other, cut into calls; a row's last token is the one that is wanted."""
         flat = [
@@ -85,8 +92,7 @@ def decode(
         for first in range(0, len(flat), forward.max_tokens):
             tokens, slots, positions, last = map(list, zip(*flat[first : first + forward.max_tokens], strict=True))
             wanted = [at for at, row in enumerate(last) if row is not None]
-            choice = forward(cache, tokens, slots, positions, wanted, top_k=top_k)
-            emit([last[at] for at in wanted], choice)
+            call(tokens, slots, positions, wanted, [last[at] for at in wanted])
 
     def retire(row: _Row) -> bool:
         decoded = row.decoded
@@ -118,6 +124,8 @@ def decode(
                 if prefix_cache is not None:
                     row.cached = prefix_cache.restore(row.prompt, cache.keys[:, row.slot], cache.values[:, row.slot])
                 row.decoded.cached_tokens = row.cached
+                if vocabulary is not None:
+                    row.own = np.setdiff1d(np.array(row.prompt, np.int32), vocabulary)
                 entering.append(row)
             prefill(entering)
             for row in entering:
@@ -128,6 +136,6 @@ def decode(
                 rows = active[first : first + forward.max_tokens]
                 tokens, slots = [row.decoded.tokens[-1] for row in rows], [row.slot for row in rows]
                 positions = [row.position for row in rows]
-                emit(rows, forward(cache, tokens, slots, positions, range(len(rows)), top_k=top_k))
+                call(tokens, slots, positions, list(range(len(rows))), rows)
         active = [row for row in active if not retire(row)]
     return [] if on_finish is not None else results

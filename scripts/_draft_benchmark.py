@@ -230,6 +230,51 @@ def measure(
     return rows
 
 
-def decoder_of_loaded(loaded: Any) -> Decoder:
+# ---------------------------------------------------------------------------- models
+
+
+def gguf_file(folder: Path, weights: Mapping[str, Any], config: Mapping[str, Any], kind: str, python: str) -> Path:
+    """folder/KIND.gguf, made by llama.cpp's quantizer from bf16 weights when it is missing."""
+    from scripts._gguf import quantize_gguf, write_gguf
+
+    path = folder / f"{kind.lower()}.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        source, temporary = folder / "source.gguf", folder / f"{kind.lower()}.part"
+        if not source.exists():
+            write_gguf(made := folder / "source.part", weights, config)
+            made.rename(source)
+        quantize_gguf(source, kind, temporary, python)
+        temporary.rename(path)
+    return path
+
+
+def time_model(
+    name: str,
+    loaded: Any,
+    merged: Any,
+    gguf: Mapping[str, Path],
+    *,
+    python: str | None,
+    batches: Sequence[int],
+    rounds: int,
+    bandwidth: float,
+    progress: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Rows of draft.json for one model: every engine, every batch, and the floor."""
+    threads, slots = torch.get_num_threads(), max(batches)
     settings = {"num_ids": loaded.num_ids, "positions": min(loaded.context, PREFILL_TOKENS + STEPS + 1)}
-    return decoder_of(loaded.model, loaded.tensors, loaded.adapter, **settings)
+    decoder = decoder_of(loaded.model, loaded.tensors, loaded.adapter, **settings)
+    with contextlib.ExitStack() as stack:
+        runners = {"ours": own_runner(decoder, "native", slots), "ours-plain": own_runner(decoder, "plain", slots)}
+        runners["transformers"] = transformers_runner(merged)
+        for kind, path in gguf.items():
+            runner, system = stack.enter_context(llama_runner(python, path, slots, threads))
+            runners[f"llama.cpp-{kind.lower()}"] = runner
+            print(f"{name}, llama.cpp {kind}: {system}")
+        rows = measure(runners, decoder.num_ids, batches, rounds, progress)
+    for row in rows:
+        size = step_bytes(decoder, row["batch"], PROMPT_TOKENS + STEPS // 2)
+        floor_ms = 1e3 * size / bandwidth
+        row |= {"step_bytes": size, "floor_ms_per_step": round(floor_ms, 3)}
+    return [{"model": name, **row} for row in rows]

@@ -18,7 +18,7 @@ from typing import Any
 
 from drafter import results
 from drafter.console import progress_bar, run_command
-from drafter.provenance import ROOT, machine, relative
+from drafter.provenance import ROOT, machine, relative, write_json
 
 # ---------------------------------------------------------------------------- shared
 
@@ -39,7 +39,7 @@ def finish(name: str, rows: list[dict[str, Any]], command: Sequence[str], record
     if record:
         print(f"recorded in {relative(results.record(document))}")
     else:
-        results.write_json(path := ROOT / "runs" / "benchmark" / f"{name}.json", document)
+        write_json(path := ROOT / "runs" / "benchmark" / f"{name}.json", document)
         print(f"kept in {relative(path)}; --record copies it to data/results/")
     return document
 
@@ -74,12 +74,12 @@ def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]]
 
 def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     print(f"\n{found['model']}, {found['folder_bytes'] / 1e6:,.1f} MB in the folder")
-    print(f"{'stage':<26} {'MB/s':>8} {'seconds':>9} {'min':>9} {'max':>9} {'peak MB':>9}")
+    print(f"{'stage':<28} {'MB/s':>8} {'seconds':>9} {'min':>9} {'max':>9} {'peak MB':>9}")
     for row in rows:
         rate = "" if row["mb_per_s"] is None else f"{row['mb_per_s']:,.0f}"
         peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.1f}"
         times = " ".join(f"{row[key]:>9.4f}" for key in ("seconds", "min", "max"))
-        print(f"{row['stage']:<26} {rate:>8} {times} {peak:>9}")
+        print(f"{row['stage']:<28} {rate:>8} {times} {peak:>9}")
     print(f"floor, the slowest single stage: {found['floor']}, {found['floor_s']:.3f} s")
     for form in ("verify", "packed", "merged"):
         peak, kept, weights = (found[f"{form}_{name}_bytes"] for name in ("peak", "kept", "model"))
@@ -108,6 +108,87 @@ def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
     return {**finish("load", rows, command, args.record), "models": found}
 
 
+# ---------------------------------------------------------------------------- draft
+
+
+def print_drafts(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'model':<16} {'engine':<18} {'batch':>5} {'ms/step':>9} {'min':>8} {'max':>8} {'floor':>8} {'512 ms':>8}")
+    for row in rows:
+        prefill = "" if row["prefill_ms"] is None else f"{row['prefill_ms']:,.0f}"
+        times = " ".join(f"{row[key]:>8.2f}" for key in ("min", "max", "floor_ms_per_step"))
+        print(
+            f"{row['model']:<16} {row['engine']:<18} {row['batch']:>5} {row['ms_per_step']:>9.2f} {times} {prefill:>8}"
+        )
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each model and batch: our step over every other engine's, and the share of the floor that it reaches."""
+    found = []
+    for ours in (row for row in rows if row["engine"] == "ours"):
+        others = [row for row in rows if (row["model"], row["batch"]) == (ours["model"], ours["batch"])]
+        others.remove(ours)
+        entry = {"model": ours["model"], "batch": ours["batch"]}
+        entry["floor_share"] = round(ours["floor_ms_per_step"] / ours["ms_per_step"], 3)
+        entry |= {row["engine"]: round(row["ms_per_step"] / ours["ms_per_step"], 2) for row in others}
+        if ours["prefill_ms"]:
+            entry |= {f"{row['engine']}, prefill": round(row["prefill_ms"] / ours["prefill_ms"], 2) for row in others}
+        found.append(entry)
+    return found
+
+
+def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    import torch
+
+    from drafter.checkpoint import Checkpoint
+    from drafter.provenance import read_json
+    from model_io import load_model, pack_base
+    from scripts import _draft_benchmark as bench
+    from scripts.random_model import QWEN3_1_7B, RandomWeights, pack_random_model
+
+    if args.device != "cpu":
+        raise ValueError("--device cuda: not run yet; see README, What is not run")
+    work, teacher = ROOT / "runs" / "benchmark", args.teacher
+    jobs = {"smollm2-student": (args.model, None, ("Q4_0", "Q4_1"))}
+    if teacher is not None:
+        if not (work / "smollm2-135m" / "manifest.json").exists():
+            generation = read_json(args.model / "generation.json")
+            del generation["format"]
+            architecture = {"format": 1, "recipe_name": "benchmark", "recipe": {}, "phase_log": []}
+            pack_base(
+                work / "smollm2-135m", weights=Checkpoint(teacher), config=read_json(teacher / "config.json"),
+                tokenizer_dir=teacher, generation=generation, architecture=architecture, double_quant=True,
+            )  # fmt: skip
+        jobs["smollm2-135m"] = (work / "smollm2-135m", None, ("Q4_0", "Q4_1"))
+    if args.qwen3:
+        if not (args.qwen3 / "manifest.json").exists():
+            print(f"packing random weights of Qwen3-1.7B's shape into {relative(args.qwen3)}, some minutes", flush=True)
+            pack_random_model(QWEN3_1_7B, args.qwen3, tokenizer_dir=args.tokenizer)
+        jobs["qwen3-1.7b"] = (args.qwen3, (RandomWeights(QWEN3_1_7B), QWEN3_1_7B), ("Q4_0", "Q4_K_M"))
+    threads = torch.get_num_threads()
+    bandwidth, rate = bench.read_bandwidth(threads), bench.gemm_rate()
+    print(f"{machine_line()}; reads {bandwidth / 1e9:.1f} GB/s, bf16 products {rate / 1e12:.2f} TFLOP/s")
+    rows = []
+    for name, (folder, source, kinds) in jobs.items():
+        loaded, merged = load_model(folder, form="packed"), load_model(folder, form="merged").model
+        weights, config = source or (merged.state_dict(), read_json(folder / "config.json"))
+        gguf = {}
+        if args.llama_python:
+            gguf = {
+                kind: bench.gguf_file(work / "gguf" / name, weights, config, kind, args.llama_python) for kind in kinds
+            }
+        steps = len(args.batches) * (args.runs + 1) * (3 + len(gguf))
+        with progress_bar(steps, name, " runs", delay=10) as bar:
+            rows += bench.time_model(
+                name, loaded, merged, gguf, python=args.llama_python, batches=args.batches, rounds=args.runs,
+                bandwidth=bandwidth, progress=bar.update,
+            )  # fmt: skip
+        del loaded, merged
+    print_drafts(rows)
+    document = finish("draft", rows, command, args.record)
+    machine_rates = {"read_gb_per_s": round(bandwidth / 1e9, 1), "gemm_tflop_per_s": round(rate / 1e12, 2)}
+    return {**document, **machine_rates, "ratios": ratios(rows)}
+
+
 # ---------------------------------------------------------------------------- command line
 
 
@@ -124,6 +205,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--runs", type=int, default=5, help="timed rounds, after one that is not counted (default 5)")
     add("--record", action="store_true", help="write data/results/load.json and refresh the README's table")
     load.set_defaults(run=run_load)
+    draft = commands.add_parser("draft", help="a decode step and a prefill of every engine, beside the floor")
+    add = draft.add_argument
+    add("model", nargs="?", type=Path, default=default, metavar="MODEL_DIR", help="a packed archive (default: model)")
+    add("--teacher", type=Path, metavar="DIR", help="and a whole checkpoint, packed without training: SmolLM2-135M")
+    add("--qwen3-1.7b", dest="qwen3", type=Path, metavar="DIR", help=f"and an archive of its shape; {advice}")
+    add("--tokenizer", type=Path, metavar="DIR", help="Qwen3's tokenizer for the latter (default: 256 bytes as ids)")
+    add("--llama-python", metavar="PYTHON", help="and llama.cpp: the python of an environment with llama-cpp-python")
+    add("--batches", type=int, nargs="+", default=[1, 4, 16], help="rows of a step (default 1 4 16)")
+    add("--runs", type=int, default=5, help="timed rounds, after one that is not counted (default 5)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is not run yet")
+    add("--record", action="store_true", help="write data/results/draft.json and refresh the README's table")
+    draft.set_defaults(run=run_draft)
     args = parser.parse_args(argv)
     if getattr(args, "runs", 1) < 1:
         parser.error("--runs must be at least 1")

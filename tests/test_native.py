@@ -139,13 +139,18 @@ def test_a_wrong_kernel_is_found_before_it_is_used(monkeypatch):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_row_is_the_same_in_any_batch_bit_for_bit(packed):
-    """Up to 16 tokens a call the sums of a token run in one order whatever shares the call with it."""
+    """Up to 16 tokens a call the sums of a token run in one order whatever shares the call with it; dense, always."""
     decoder = random_decoder(packed=packed)
     forward = NativeForward(decoder, threads=2)
-    texts = [row[:12] for row in prompts(16, seed=3)]
+    texts = [row[: 1 if packed else 12] for row in prompts(16, seed=3)]
     alone = drafted(forward, texts, slots=1)
     for slots in (2, 5, 16):
         assert drafted(forward, texts, slots=slots) == alone
+    tokens = list(range(16 if packed else 40))
+    together = forward(forward.new_cache(len(tokens), 4), tokens, tokens, [0] * len(tokens), tokens, hidden=True).hidden
+    for token in tokens:
+        one = forward(forward.new_cache(1, 4), [token], [0], [0], [0], hidden=True).hidden[0]
+        assert torch.equal(one, together[token])
 
 
 def test_threads_change_nothing():
@@ -194,6 +199,22 @@ def test_a_restricted_head_chooses_among_its_rows_alone():
         clear = top.values[:, 0] - top.values[:, 1] > 0.05
         assert clear.sum() > 10
         assert torch.equal(torch.tensor(choice.ids)[clear], torch.from_numpy(rows).long()[top.indices[:, 0]][clear])
+
+
+def test_a_draft_vocabulary_and_the_rows_own_ids():
+    """What shares the batch has other ids of its own, and they must not compete here: each row as if alone."""
+    decoder = random_decoder(positions=CONTEXT)
+    vocabulary, texts = np.arange(0, decoder.num_ids, 4, dtype=np.int32), prompts(8, seed=4)
+    for forward in (NativeForward(decoder, threads=2), PlainForward(decoder, dtype=torch.float32)):
+        free, found = (drafted(forward, texts, vocabulary=one) for one in (None, vocabulary))
+        assert found == drafted(forward, texts, slots=1, vocabulary=vocabulary) != free
+        for text, row in zip(texts, found, strict=True):
+            assert set(row) <= {*vocabulary.tolist(), *text}
+        assert any(set(row) - set(vocabulary.tolist()) for row in found)
+        # with every missing id in its prompt a row is as free as without a list
+        rest = [np.setdiff1d(np.arange(decoder.num_ids), vocabulary).tolist()[:70]]
+        small = np.setdiff1d(np.arange(decoder.num_ids, dtype=np.int32), np.array(rest[0], np.int32))
+        assert drafted(forward, rest, vocabulary=small) == drafted(forward, rest)
 
 
 def test_top_k_lists_of_the_kernels():

@@ -26,13 +26,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 def load_model(model_dir, form, dtype):
-    assert form == "merged" and os.environ["HF_HUB_OFFLINE"] == os.environ["TRANSFORMERS_OFFLINE"] == "1"
+    assert form == "packed" and os.environ["HF_HUB_OFFLINE"] == os.environ["TRANSFORMERS_OFFLINE"] == "1"
     torch.manual_seed(0)
     config = Qwen3Config(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=16,
                          num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
     chat = SimpleNamespace(render=lambda messages: [3, 1, 4], thinking="off")
     return SimpleNamespace(model=Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval(), chat=chat,
-                           archive_id="c" * 64, context=512, num_ids=290, stop_ids=(2,), info={"recipe": "tiny"})
+                           archive_id="c" * 64, context=512, num_ids=290, stop_ids=(2,), info={"recipe": "tiny"},
+                           tensors={}, adapter=None, self_check={"margin": 1.0, "drafts": []})
 """
 
 
