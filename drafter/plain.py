@@ -1,11 +1,9 @@
 """The plain forward pass: the same calls as drafter/native.py in PyTorch, on any device and in any dtype.
 
 It is the oracle of the native kernels, what runs where there is no compiler or no fitting machine, and the pass for a
-GPU. Weights are merged (decoded, adapter added in fp32, cast once); q, k, v and gate, up are one product each. The
-residual stream and the norms are fp32.
-
-On a GPU a drafter is bound by launches: `warm_up` captures one decode step for each batch size as a CUDA graph, over
-static buffers; on the CPU the same step runs without a graph.
+GPU. Weights are merged (decoded, adapter added in fp32, cast once); q, k, v and gate, up are one product each. Few
+tokens on the CPU go through the 4-bit product of bitsandbytes where there is one. The residual stream and the norms are
+fp32.
 
 Legend: N tokens, W wanted, B slots of a decode step, D hidden, H query heads, G key/value heads, E head width, V ids.
 """
@@ -19,25 +17,40 @@ from torch import Tensor
 
 from drafter.decoder import Choice, Decoder, KeyValueCache, Layer, Matrix
 from drafter.decoding import top_k_logprobs, top_logits
+from drafter.library_kernels import FEW, nf4_product
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+class _Product:
+    """x [N, K] -> [N, R] for some matrices that share their input, one behind the other."""
+
+    def __init__(self, matrices: Sequence[Matrix], dtype: torch.dtype, device: str):
+        self.weight = torch.cat([matrix.weight().to(dtype) for matrix in matrices]).to(device)
+        biases = [torch.zeros(one.shape[0]) if one.bias is None else one.bias for one in matrices]
+        self.bias = None
+        if any(matrix.bias is not None for matrix in matrices):
+            self.bias = torch.cat(biases).to(device, dtype)
+        fast = dtype == torch.bfloat16 and device == "cpu"
+        few = [nf4_product(matrix) for matrix in matrices] if fast else [None]
+        self.few = None if None in few else few
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.few is not None and x.shape[0] <= FEW:
+            return torch.cat([product(x) for product in self.few], -1)
+        return F.linear(x, self.weight, self.bias)
+
+
 class _Layer:
     """One block's weights as the pass reads them."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, device: str):
-        def together(*matrices: Matrix) -> tuple[Tensor, Tensor | None]:
-            weight = torch.cat([matrix.weight().to(dtype) for matrix in matrices]).to(device)
-            if all(matrix.bias is None for matrix in matrices):
-                return weight, None
-            biases = [torch.zeros(one.shape[0]) if one.bias is None else one.bias for one in matrices]
-            return weight, torch.cat(biases).to(device, dtype)
-
-        self.qkv, self.o = together(layer.q, layer.k, layer.v), together(layer.o)
-        self.gate_up, self.down = together(layer.gate, layer.up), together(layer.down)
+        self.qkv = _Product((layer.q, layer.k, layer.v), dtype, device)
+        self.o = _Product((layer.o,), dtype, device)
+        self.gate_up = _Product((layer.gate, layer.up), dtype, device)
+        self.down = _Product((layer.down,), dtype, device)
         norms = (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
         self.attention_norm, self.mlp_norm, self.q_norm, self.k_norm = (
             None if norm is None else norm.to(device) for norm in norms
@@ -132,15 +145,15 @@ class PlainForward:
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # [N, 1, E / 2]
         groups = self._groups(slots, positions)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(_rms_norm(x, layer.attention_norm, decoder.eps).to(self.dtype), *layer.qkv).float()
+            qkv = layer.qkv(_rms_norm(x, layer.attention_norm, decoder.eps).to(self.dtype)).float()
             q, k, v = qkv.view(len(tokens), -1, E).split((H, G, G), 1)  # [N, heads, E]
             q, k = _rotated(q, layer.q_norm, decoder.eps, cos, sin), _rotated(k, layer.k_norm, decoder.eps, cos, sin)
             keys, values = cache.keys[index], cache.values[index]  # [slots, G, S, E]
             keys[slots, :, positions], values[slots, :, positions] = k.to(self.dtype), v.to(self.dtype)
             attended = self._attend(q.to(self.dtype), keys, values, groups)  # [N, H * E]
-            x = x + F.linear(attended, *layer.o).float()
-            gate, up = F.linear(_rms_norm(x, layer.mlp_norm, decoder.eps).to(self.dtype), *layer.gate_up).chunk(2, -1)
-            x = x + F.linear((F.silu(gate.float()) * up.float()).to(self.dtype), *layer.down).float()
+            x = x + layer.o(attended).float()
+            gate, up = layer.gate_up(_rms_norm(x, layer.mlp_norm, decoder.eps).to(self.dtype)).chunk(2, -1)
+            x = x + layer.down((F.silu(gate.float()) * up.float()).to(self.dtype)).float()
         return _rms_norm(x[wanted], self.final_norm, decoder.eps)
 
     def _groups(self, slots: Tensor, positions: Tensor) -> list[tuple]:
