@@ -6,7 +6,8 @@
       self_check.json           a few prompts and what is drafted for them, compared at each load (self_check.py)
       quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream, and
                                 the checkpoint that was quantized (its phase and sha256)
-      weights.safetensors.zst   NAME.codes, NAME.scales, small tensors as they are (or weights.safetensors, mapped)
+      weights.safetensors.zst   NAME.codes, NAME.scales (with NAME.scales2 where they are double-quantized), small
+                                tensors as they are (or weights.safetensors, mapped)
       adapter.safetensors.xz    with adapter.json (rank, alpha, scale, targets, sha256 of the base), or neither
       evidence/                 written later, outside the list
 
@@ -47,6 +48,7 @@ from drafter.archive import (
     Archive,
     adapter_metadata,
     adapter_specs,
+    check_copy_policy,
     check_generation,
     check_quantization,
     document_bytes,
@@ -103,9 +105,11 @@ class LoadedModel:
     archive_id: str
     base_sha256: str
     info: dict[str, Any]
-    tensors: dict[str, Tensor]  # packed form: NAME.codes, NAME.scales and small tensors as stored; merged form: empty
+    # packed form: NAME.codes, NAME.scales (bf16, however they are stored) and small tensors; merged form: empty
+    tensors: dict[str, Tensor]
     adapter: Adapter | None  # packed form: attached to the model
     self_check: dict[str, Any]  # compared by the engine that drafts with it
+    copy_policy: dict[str, Any]  # {"enabled": False}, or the limits of a CopyPolicy
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -162,6 +166,7 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
         tensors=archive.tensors if form == "packed" else {},
         adapter=archive.adapter if form == "packed" else None,
         self_check=archive.self_check,
+        copy_policy=archive.copy_policy,
     )
 
 
@@ -355,13 +360,18 @@ def _choose_scales(
 
 
 def pack_adapter(
-    out_dir: str | Path, *, base_dir: str | Path, adapter: Adapter, architecture: Mapping[str, Any] | None = None
+    out_dir: str | Path,
+    *,
+    base_dir: str | Path,
+    adapter: Adapter,
+    architecture: Mapping[str, Any] | None = None,
+    copy_policy: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The base's files, byte for byte, with an adapter beside them -> report.
 
     A and B are stored in bf16 (rounded once), xz-compressed. `architecture` replaces the base's, because the log of
-    phases has grown since. ValueError when the base has an adapter already, or is not the one that the adapter was
-    trained beside.
+    phases has grown since, and `copy_policy` its copy_policy.json. ValueError when the base has an adapter already, or
+    is not the one that the adapter was trained beside.
     """
     base = read_archive(base_dir)
     if base.adapter_document is not None:
@@ -388,6 +398,8 @@ def pack_adapter(
                 shutil.copyfile(base.path / entry["path"], folder / entry["path"])
         if architecture is not None:
             (folder / "architecture.json").write_bytes(document_bytes(architecture))
+        if copy_policy is not None:
+            (folder / "copy_policy.json").write_bytes(document_bytes(check_copy_policy(copy_policy)))
         # A bf16 number is a byte of noise and one of sign and exponent: contexts that tell the two apart (lp, pb) take
         # 5 % off what preset 6 makes of them, more than storing all first bytes before all second ones does.
         (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, filters=XZ_FILTERS))

@@ -173,7 +173,7 @@ def create_app(*, engine_loader: Callable[[], Any], settings: Settings) -> FastA
             "timings": {"queue_ms": round(answer.queue_s * 1000, 3), **answer.draft.timings},
         }
         if call.sources:
-            document["sources"] = ["model"] * len(answer.draft.tokens)
+            document["sources"] = answer.draft.sources or ["model"] * len(answer.draft.tokens)
         return JSONResponse(document)
 
     @app.get("/health")

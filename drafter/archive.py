@@ -29,6 +29,7 @@ from drafter.acceptance import NEAR_TIE_GAP
 from drafter.adapter import FIELDS as ADAPTER_FIELDS
 from drafter.adapter import Adapter, AdapterError
 from drafter.chat import THINKING, TOKENIZER_FILES
+from drafter.copy_policy import POLICY_NGRAM
 from drafter.provenance import canonical_json, sha256_bytes
 from drafter.streams import (
     DTYPE_NAMES,
@@ -183,6 +184,20 @@ def check_self_check(value: Any, generation: Mapping[str, Any]) -> dict[str, Any
     return value
 
 
+def check_copy_policy(value: Any) -> dict[str, Any]:
+    """The content of copy_policy.json: {"enabled": false}, or true with a limit for each length of suffix."""
+    file = "copy_policy.json"
+    if not isinstance(value, dict) or value.get("enabled") is not True:
+        value = check_fields(file, value, {"enabled"})
+        if value["enabled"] is not False:
+            raise ContentError(file, "enabled", "true or false", ascii(value["enabled"])[:80])
+        return value
+    limits = check_fields(file, value, {"enabled", "limits"})["limits"]
+    if not isinstance(limits, list) or len(limits) != POLICY_NGRAM or not all(map(_is_number, limits)):
+        raise ContentError(file, "limits", f"{POLICY_NGRAM} finite floats", ascii(limits)[:80])
+    return value
+
+
 def stream_specs(quantization: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Every stored tensor in the order of the stream, derived from the codecs.
 
@@ -309,6 +324,7 @@ class Archive:
     quantization: dict[str, Any]
     architecture: dict[str, Any]
     self_check: dict[str, Any]
+    copy_policy: dict[str, Any]
     adapter_document: dict[str, Any] | None
     tensors: dict[str, Tensor]
     adapter: Adapter | None
@@ -556,9 +572,7 @@ def read_archive(folder: str | Path) -> Archive:
     log = architecture["phase_log"]
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         raise ContentError("architecture.json", "phase_log", "a list of objects", ascii(log)[:80])
-    policy = check_fields("copy_policy.json", documents["copy_policy.json"], {"enabled"})
-    if policy["enabled"] is not False:
-        raise ContentError("copy_policy.json", "enabled", False, ascii(policy["enabled"])[:80])
+    copy_policy = check_copy_policy(documents["copy_policy.json"])
     config = documents["config.json"]
     check_config(config, quantization, generation)
     tokenizer_config = parse_document("tokenizer_config.json", data.get("tokenizer_config.json", b"{}"))
@@ -593,6 +607,7 @@ def read_archive(folder: str | Path) -> Archive:
         quantization,
         architecture,
         self_check,
+        copy_policy,
         documents.get("adapter.json"),
         tensors,
         adapter,

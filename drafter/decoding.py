@@ -44,6 +44,7 @@ class Decoded:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cached_tokens: int = 0  # positions that a prefix cache had
+    sources: list[str] | None = None  # "model" | "copy" of each token, where a copy policy chose
 
 
 # ---------------------------------------------------------------------------- models

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from drafter import stepping
+from drafter.copy_policy import CopyPolicy
 from drafter.decoder import Decoder, decoder_of
 from drafter.decoding import Decoded, greedy_decode
 from drafter.kernel_check import check_kernels
@@ -40,6 +41,7 @@ class Draft:
     tokens: list[int]  # k of them, or fewer: then the last one is a stop id
     finish_reason: str  # "length" | "stop"
     timings: dict[str, float]  # prefill_ms, draft_ms, cached_tokens, batch_size
+    sources: list[str] | None = None  # "model" | "copy" of each token; None: all are the model's
 
 
 class _Engine:
@@ -87,6 +89,7 @@ class _Engine:
                     "cached_tokens": row.cached_tokens,
                     "batch_size": len(requests),
                 },
+                row.sources,
             )
             for row in rows
         ]
@@ -143,13 +146,16 @@ class DraftEngine(_Engine):
         if prefix_cache_bytes:
             shape = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
             self.prefix_cache = PrefixCache(prefix_cache_bytes, *shape, self.cache.keys.dtype, device)
+        self.copy_policy = None  # the self-check is about the model: the policy comes after it
         check(self, loaded.self_check)  # weights or kernels that draft otherwise than when it was packed
+        if loaded.copy_policy["enabled"]:
+            self.copy_policy = CopyPolicy(tuple(loaded.copy_policy["limits"]))
 
     def _decode(self, prompts, limits):
         if len(prompts) > self.cache.slots:  # pages are taken as they are filled
             self.cache = None  # the old one first: what it held is in the prefix cache
             self.cache = self.forward.new_cache(len(prompts), self.context)
-        settings = {"stop_ids": self.stop_ids, "prefix_cache": self.prefix_cache}
+        settings = {"stop_ids": self.stop_ids, "prefix_cache": self.prefix_cache, "copy_policy": self.copy_policy}
         return stepping.decode(self.forward, self.cache, prompts, limits, **settings)
 
 

@@ -261,25 +261,30 @@ def double_quantize(scales: Tensor, loss: float = GROUP_LOSS) -> DoubleQuantized
     in which a scale would change by more than `loss` of itself stays as it is; with 0 all scales are kept exactly.
 
     Quantizing what was decoded gives the same scales again, so a trainer that holds decoded scales hands them to the
-    packer unchanged: `low` and `high` are bf16 numbers and decode to themselves, hence the grid is the same. Where a
-    step is wider than the spacing of bf16, rounding moved a scale by less than half a step, and its code is found
-    again; where it is narrower, the nearest grid point to a bf16 number is less than half a spacing away and rounds to
-    it.
+    packer unchanged. `low` and `high` are bf16 and decode to themselves: the grid stays. Let v be the grid point of a
+    scale s, and d what v rounds to. No bf16 number is nearer to v than d, and s is one: |v - d| <= |v - s| <= step / 2,
+    hence v is the grid point of d too. Two points tie only where step is the spacing of s and d and the grid lies on
+    the midpoints between bf16 numbers; but then high = low + 255 step would be such a midpoint itself.
     """
-    size, grouped = scales.numel(), F.pad(scales.float(), (0, -scales.numel() % GROUP)).view(-1, GROUP)
+    size, grouped = scales.numel(), F.pad(scales.float(), (0, -scales.numel() % GROUP)).view(-1, GROUP)  # [g, 256]
     real = torch.arange(grouped.numel(), device=scales.device).view_as(grouped) < size
     low = torch.where(real, grouped, torch.inf).amin(1)
     step = (torch.where(real, grouped, 0).amax(1) - low) / 255  # [g]
     codes = ((grouped - low[:, None]) / torch.where(step > 0, step, 1)[:, None]).round().clamp(0, 255).to(torch.uint8)
     change = (_grid(codes, low, step) - grouped).abs() / torch.where(real, grouped, 1)
-    plain = (torch.where(real, change, 0).amax(1) > loss).nonzero()[:, 0].tolist()
-    stored = [
-        scales[at : at + GROUP].view(torch.uint8) if at // GROUP in plain else row[: size - at]
-        for at, row in zip(range(0, size, GROUP), codes, strict=True)
-    ]
+    flags = torch.where(real, change, 0).amax(1) > loss  # [g]
+    stored = _stored(flags, size)
+    both = scales.contiguous().view(torch.uint8).view(-1, 2).clone()
+    both[:, 0] = torch.where(stored[:, 1], both[:, 0], codes.view(-1)[:size])
     groups = torch.stack((low, step), 1)
-    groups[plain] = 0
-    return DoubleQuantized(torch.cat(stored) if stored else codes.view(-1), groups, plain)
+    groups[flags] = 0
+    return DoubleQuantized(both[stored], groups, flags.nonzero()[:, 0].tolist())
+
+
+def _stored(flags: Tensor, count: int) -> Tensor:
+    """bool [b, 2]: which bytes of each scale are stored: two in a flagged group, elsewhere the first, as the code."""
+    plain = flags.repeat_interleave(GROUP)[:count]
+    return torch.stack((torch.ones_like(plain), plain), 1)
 
 
 def _grid(codes: Tensor, low: Tensor, step: Tensor) -> Tensor:
@@ -290,26 +295,24 @@ def _grid(codes: Tensor, low: Tensor, step: Tensor) -> Tensor:
 
 @torch.no_grad()
 def double_dequantize(codes: Tensor, groups: Tensor, plain: Sequence[int], count: int, name: str = "tensor") -> Tensor:
-    """The bf16 scales [b] again. ValueError for groups that `double_quantize` never makes."""
-    low, step, flags = groups[:, 0], groups[:, 1], torch.zeros(groups.shape[0], dtype=torch.bool)
+    """The parts of a `DoubleQuantized` of `count` scales -> bf16 [b]; ValueError for groups that are never made.
+
+    Scales that are not finite, positive and normal can come of codes that are never made: `check_scales` finds them.
+    """
+    low, step = groups[:, 0], groups[:, 1]
+    flags = torch.zeros(groups.shape[0], dtype=torch.bool, device=groups.device)
     flags[list(plain)] = True
     good = torch.isfinite(groups).all(1) & torch.where(flags, (groups == 0).all(1), (low > 0) & (step >= 0))
     if not bool(good.all()):
         at = int((~good).nonzero()[0])
         raise ValueError(f"{name}: group {at} of the scales has low and step {groups[at].tolist()}")
     if not plain:
-        full = F.pad(codes, (0, -count % GROUP)).view(-1, GROUP)
-        return _grid(full, low, step).view(-1)[:count].bfloat16()
-    pieces, at = [], 0
-    for group in range(groups.shape[0]):
-        size = min(GROUP, count - GROUP * group)
-        width = size * (2 if flags[group] else 1)
-        piece, at = codes[at : at + width], at + width
-        if flags[group]:
-            pieces.append(piece.clone().view(torch.bfloat16))  # a copy, for the bytes may lie on an odd address
-        else:
-            pieces.append(_grid(piece[None], low[group : group + 1], step[group : group + 1])[0].bfloat16())
-    return torch.cat(pieces)
+        return _grid(F.pad(codes, (0, -count % GROUP)).view(-1, GROUP), low, step).view(-1)[:count].bfloat16()
+    stored = _stored(flags, count)
+    both = torch.zeros_like(stored, dtype=torch.uint8)
+    both[stored] = codes
+    grid = _grid(F.pad(both[:, 0], (0, -count % GROUP)).view(-1, GROUP), low, step).view(-1)[:count]
+    return torch.where(stored[:, 1], both.view(torch.bfloat16)[:, 0], grid.bfloat16())
 
 
 def double_quantized(scales: Tensor) -> Tensor:

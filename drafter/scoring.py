@@ -19,7 +19,7 @@ import torch
 
 from drafter import acceptance
 from drafter.acceptance import RoundCounts
-from drafter.copy_policy import NgramIndex
+from drafter.copy_policy import POLICY_NGRAM, CopyPolicy, NgramIndex
 from drafter.decoding import top_logits
 from drafter.mixing import micro_batches, pad_rows
 
@@ -95,9 +95,18 @@ def _forward(model: Any, rows: Sequence[Any], num_ids: int, head_rows: int, with
 
 
 def score_forward(
-    forward: Any, rows: Sequence[Any], *, with_gaps: bool = False, progress: Callable[[int], None] | None = None
+    forward: Any,
+    rows: Sequence[Any],
+    *,
+    copy_policy: CopyPolicy | None = None,
+    with_gaps: bool = False,
+    choices: list[tuple[list[int], list[float]]] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> list[Score]:
     """The same bits from an engine's own forward pass (drafter.native, drafter.plain), row by row: what is served.
+
+    With a copy policy the bits are those of the ids that it chooses. Up to the first wrong one a draft's text is the
+    stored text, so choosing on that is choosing as the engine does. `choices` collects what the model chose, with gaps.
 
     Raises ValueError for a row without prompt or continuation, or longer than the engine's positions.
     """
@@ -116,6 +125,13 @@ def score_forward(
             choice = forward(cache, piece, [0] * len(piece), list(range(at, at + len(piece))), wanted)
             ids += choice.ids
             gaps += choice.gaps
+        if choices is not None:
+            choices.append((list(ids), gaps))
+        if copy_policy is not None:
+            index = NgramIndex(row.prompt_ids, POLICY_NGRAM)
+            for at, token in enumerate(row.continuation_ids):
+                ids[at], _ = copy_policy.choose(index, ids[at], gaps[at])
+                index.extend([token])
         bits = np.array(ids) == np.array(row.continuation_ids)
         scores.append(Score(acceptance.run_lengths(bits), np.array(gaps, np.float32) if with_gaps else None))
         if progress is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafter.copy_policy import POLICY_NGRAM, CopyPolicy, NgramIndex
 from drafter.decoder import Choice, KeyValueCache
 from drafter.decoding import REFILL_SHARE, Decoded, checked_limits
 from drafter.prefix_cache import PrefixCache
@@ -28,6 +29,7 @@ class _Row:
     limit: int
     slot: int
     cached: int = 0
+    index: NgramIndex | None = None  # of the row's text, for the copy policy
     own: np.ndarray | None = None  # ids of the prompt that are not in the draft vocabulary
     started_s: float = 0.0
     top_k: list[tuple] = dataclasses.field(default_factory=list)
@@ -48,6 +50,7 @@ def decode(
     stop_ids: frozenset[int],
     prefix_cache: PrefixCache | None = None,
     vocabulary: np.ndarray | None = None,
+    copy_policy: CopyPolicy | None = None,
     top_k: int = 0,
     on_finish: Callable[[Decoded], None] | None = None,
     progress: Callable[[int], None] | None = None,
@@ -55,8 +58,9 @@ def decode(
     """Greedy continuations in the order given; see decoding.greedy_decode, whose contract this is.
 
     `forward` is a NativeForward or PlainForward, `cache` one of its caches: as many rows at a time as it has slots.
-    `vocabulary`, rising int32 ids: a row may draft these and the ids of its own prompt, no others. ValueError also for
-    a row that is longer than a slot.
+    `vocabulary`, rising int32 ids: a row may draft these and the ids of its own prompt, no others. `copy_policy`
+    may put an id that the row's own text suggests in the place of the model's. ValueError also for a row that is longer
+    than a slot.
     """
     limits = checked_limits(max_new_tokens, prompts, forward.decoder.num_ids)
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -73,7 +77,11 @@ def decode(
         if top_k:
             for at, row in enumerate(rows):
                 row.top_k.append(tuple(values[at] for values in choice.top_k))
-        for row, token in zip(rows, choice.ids, strict=True):
+        for row, token, gap in zip(rows, choice.ids, choice.gaps, strict=True):
+            if copy_policy is not None:
+                token, source = copy_policy.choose(row.index, token, gap)
+                row.index.extend([token])
+                row.decoded.sources.append(source)
             row.decoded.tokens.append(token)
         if progress is not None:
             progress(len(rows))
@@ -124,6 +132,8 @@ def decode(
                 if prefix_cache is not None:
                     row.cached = prefix_cache.restore(row.prompt, cache.keys[:, row.slot], cache.values[:, row.slot])
                 row.decoded.cached_tokens = row.cached
+                if copy_policy is not None:
+                    row.index, row.decoded.sources = NgramIndex(row.prompt, POLICY_NGRAM), []
                 if vocabulary is not None:
                     row.own = np.setdiff1d(np.array(row.prompt, np.int32), vocabulary)
                 entering.append(row)

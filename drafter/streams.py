@@ -58,8 +58,10 @@ class ArchiveError(ValueError):
 
     def __init__(self, file: str, problem: str, expected: Any = None, found: Any = None, fix: str = COPY_AGAIN):
         self.file, self.expected, self.found, self.fix = file, expected, found, fix
-        facts = "" if expected is None and found is None else f": expected {expected}, found {found}"
-        super().__init__(f"{file}: {problem}{facts}. Next: {fix}")
+        facts = "" if expected is None and found is None else f": expected {expected!s:.300}, found {found!s:.300}"
+        message = f"{file:.80}: {problem:.400}{facts}. Next: {fix}"
+        # what was found is the archive's own text: it must neither flood a log nor fail to be printed
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
 
 
 class ManifestError(ArchiveError):

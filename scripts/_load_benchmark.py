@@ -61,7 +61,7 @@ def single_stages(folder: Path) -> list[Stage]:
     else:
         stream.numpy()[:] = memoryview(stored)
     stages.append(
-        Stage("tensor checks (decoded)", stream.numel(), lambda: checked_tensors(stream, archive.quantization))
+        Stage("scales and checks (decoded)", stream.numel(), lambda: checked_tensors(stream, archive.quantization))
     )
     if archive.adapter_document:
         packed = (folder / ADAPTER_FILES[0]).read_bytes()

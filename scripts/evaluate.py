@@ -93,7 +93,12 @@ class Opened:
 
 
 def open_target(
-    target: Target, recipe: Recipe, dtype: torch.dtype, engine: str = "own", kernel: str = "auto"
+    target: Target,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    engine: str = "own",
+    kernel: str = "auto",
+    copy_policy: str = "on",
 ) -> Opened:
     """Loads through the loader and the engine that the server uses; checkpoints through the plain decode loop."""
     stop_ids, num_ids = recipe.base.stop_ids, recipe.base.num_ids
@@ -117,7 +122,9 @@ def open_target(
         raise ValueError(f"{relative(target.path)} was packed with {packed}, the recipe says {declared}")
     if engine == "own":
         drafter = DraftEngine(loaded, kernel=kernel)
-        score = functools.partial(score_forward, drafter.forward)
+        if copy_policy == "off":
+            drafter.copy_policy = None
+        score = functools.partial(score_forward, drafter.forward, copy_policy=drafter.copy_policy)
     else:
         drafter = TransformersEngine(loaded)
         score = by_model(loaded.model)
@@ -197,6 +204,7 @@ def evaluate_target(
     replay: int = 0,
     engine: str = "own",
     kernel: str = "auto",
+    copy_policy: str = "on",
 ) -> StageResult:
     """One stage on the rows; with `replay`, its record holds the parity of that many rows with real drafts."""
     evaluation = recipe.evaluation
@@ -209,7 +217,7 @@ def evaluate_target(
         result = evaluate_prompt_lookup(rows, **summary)
         result.record["replay"] = None
         return result
-    opened = open_target(target, recipe, dtype, engine, kernel)
+    opened = open_target(target, recipe, dtype, engine, kernel, copy_policy)
     with progress_bar(len(rows), target.stage, "row") as bar:
         scores = opened.score(rows, with_gaps=replay > 0, progress=bar.update)
     result = summarise(
@@ -378,6 +386,7 @@ def parser() -> argparse.ArgumentParser:
         help="of packed models: what the server runs, or not",
     )
     add("--kernel", choices=KERNELS, default="auto", help="of the own engine; plain needs no compiler")
+    add("--copy-policy", choices=("on", "off"), default="on", help="off: as if the archive had none enabled")
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="fp32 makes replay exact, several times slower")
     add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/NAME.json)")
     add("--record", metavar="NAME", help="also keep it as data/results/NAME.json and refresh the README")
@@ -411,6 +420,7 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
         replay=args.replay,
         engine=args.engine,
         kernel=args.kernel,
+        copy_policy=args.copy_policy,
     )
     print_tables(records)
     print(f"{len(targets)} stages in {time.perf_counter() - started_s:.0f} s")

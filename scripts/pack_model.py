@@ -76,7 +76,8 @@ def pack_phase(
         architecture=run.document(),
         scales=load_file(checked_scales(run_dir, run.phase_log)) if phase == "qat" else None,
         moments=None if phase == "qat" else read_moments(folder, checkpoint_sha256),
-        double_quant=recipe.packing.double_quant,
+        # as the run was begun: the adapter knows the base's bytes, and scales trained without it would keep bf16 groups
+        double_quant=run.recipe.packing.double_quant,
         storage=storage or recipe.packing.storage,
         teacher_dir=teacher,
         source=(phase, checkpoint_sha256),
@@ -119,7 +120,14 @@ def pack_final(recipe: Recipe, out_dir: Path, *, run_dir: Path | None = None) ->
     if (found := packed_source(base)) != expected:
         raise ValueError(f"{base} was packed from {found}, the run's phase_log says {expected}. {make_base}")
     checked_weights(run_dir, run.phase_log, "adapter")
-    return pack_adapter(out_dir, base_dir=base, adapter=Adapter.load(run_dir / "adapter"), architecture=run.document())
+    policy = run_dir / "copy_policy.json"  # made by scripts.fit_copy_policy, where somebody asked for it
+    return pack_adapter(
+        out_dir,
+        base_dir=base,
+        adapter=Adapter.load(run_dir / "adapter"),
+        architecture=run.document(),
+        copy_policy=read_json(policy) if policy.exists() else None,
+    )
 
 
 # ---------------------------------------------------------------------------- what is printed

@@ -135,11 +135,12 @@ def pack_random_model(
     tokenizer_dir: Path | None = None,
     rank: int = 32,
     seed: int = 0,
-    double_quant: bool = False,
+    double_quant: bool = True,
 ) -> dict[str, Any]:
     """An archive of random weights with an adapter -> pack_adapter's report, with the base's "streams" too.
 
-    Takes no more memory than packing itself. Without `tokenizer_dir` it gets the byte-level tokenizer of `tiny`.
+    Scales are double-quantized as in the recipes. Takes no more memory than packing itself. Without `tokenizer_dir` it
+    gets the byte-level tokenizer of `tiny`.
     """
     from tokenizers import Tokenizer
 

@@ -3,8 +3,11 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ import zstandard
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from drafter.adapter import Adapter
+from drafter.archive import document_bytes
+from drafter.provenance import canonical_json, sha256_bytes
 from drafter.streams import ArchiveError
-from model_io import load_model, pack_base, verify
+from model_io import load_model, pack_adapter, pack_base, verify
+from scripts.random_model import CONTROL, TEMPLATE
 
 GENERATION = {"stop_ids": [256, 258], "num_ids": 261, "thinking": "off", "context": 64}
 ARCHITECTURE = {"format": 1, "recipe_name": "tiny", "recipe": {}, "phase_log": []}
@@ -64,6 +70,47 @@ def pack(model, out_dir, tokenizer_dir, **changes):
         **changes,
     }
     return pack_base(out_dir, **arguments)
+
+
+# ---------------------------------------------------------------------------- an archive below 20 kB
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;!?'\"()*/+-=%<>[]_\n"  # 59, and 5 control tokens
+
+
+def small_tokenizer(folder: Path) -> None:
+    """64 ids: one a character, and the control tokens; what it does not know is a question mark."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    vocabulary = {character: at for at, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def small_archive(folder: Path) -> None:
+    """base/ and model/ of one layer and 64 ids, the archive with its adapter below 20 kB."""
+    small_tokenizer(folder / "tokenizer")
+    model = random_model(
+        "qwen3", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=32, initializer_range=0.6, eos_token_id=[59, 61],
+    )  # fmt: skip
+    generation = {"stop_ids": [59, 61], "num_ids": 64, "thinking": "off", "context": 24}
+    architecture = {
+        "format": 1,
+        "recipe_name": "small",
+        "recipe": {"teacher": "none", "caps": [1, 2.5, True, None]},
+        "phase_log": [{"phase": "qat", "steps": 3, "checkpoint_sha256": "0" * 64}],
+    }
+    pack(model, folder / "base", folder / "tokenizer", generation=generation, architecture=architecture,
+         double_quant=True, source=("qat", "0" * 64))  # fmt: skip
+    adapter = random_adapter(model, folder / "base", rank=2, alpha=4.0)
+    pack_adapter(folder / "model", base_dir=folder / "base", adapter=adapter)
+    size = sum(path.stat().st_size for path in (folder / "model").iterdir())
+    assert size <= 20_000, size
 
 
 # ---------------------------------------------------------------------------- changes, signed again
@@ -119,9 +166,72 @@ def refused(folder: Path, error=ArchiveError, match: str | None = None) -> Archi
     return caught.value
 
 
+class Bench:
+    """A working copy of the archive. Each attempt changes some files, verifies, and puts them back."""
+
+    def __init__(self, source: Path, folder: Path):
+        self.folder = folder / "model"
+        shutil.copytree(source, self.folder)
+        self.original = {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
+        self.files = json.loads(self.original["manifest.json"])["files"]
+        self.outcomes: Counter[str] = Counter()
+
+    def signed(self, changed: dict[str, bytes | None]) -> dict[str, bytes | None]:
+        """`changed` (None: taken away) with a manifest that fits."""
+        kept = [entry for entry in self.files if entry["path"] not in changed]
+        for name, data in changed.items():
+            if data is not None:
+                kept.append({"path": name, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+        kept.sort(key=lambda entry: entry["path"])
+        return {**changed, "manifest.json": manifest(kept)}
+
+    def attempt(
+        self, changed: dict[str, bytes | None], function: Callable[[Path], Any] = verify
+    ) -> ArchiveError | None:
+        """The error that refused it, None if it was accepted. Any other exception is a failed test."""
+        for name, data in changed.items():
+            if data is None:
+                (self.folder / name).unlink()
+            else:
+                (self.folder / name).write_bytes(data)
+        try:
+            with peak_memory(MEMORY_LIMIT):
+                function(self.folder)
+            error = None
+        except ArchiveError as caught:
+            error = caught
+            assert "Next: " in str(error) and len(str(error)) < 1000
+        finally:
+            for name in changed:
+                if name in self.original:
+                    (self.folder / name).write_bytes(self.original[name])
+                else:
+                    (self.folder / name).unlink()
+        self.outcomes[type(error).__name__ if error else "accepted"] += 1
+        return error
+
+    def refused(self, changed: dict[str, bytes | None], what: Any = "") -> ArchiveError:
+        error = self.attempt(changed)
+        assert error is not None, f"accepted: {what}"
+        return error
+
+    def report(self, kind: str) -> None:
+        counts = ", ".join(f"{count:,} {name}" for name, count in sorted(self.outcomes.items()))
+        REPORTED.append(f"tampering: {kind}: {self.outcomes.total():,} tried: {counts}")
+        left = {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
+        assert left == self.original, "verify() left something behind"
+        verify(self.folder)
+
+
+def manifest(files: list) -> bytes:
+    return document_bytes({"format": 1, "files": files, "archive_id": sha256_bytes(canonical_json(files))})
+
+
 # ---------------------------------------------------------------------------- what a reader may take
 
+MEMORY_LIMIT = 300 << 20  # bytes that verifying and loading a small archive may take, whatever is in it
 REPORTED: list[str] = []  # lines for the end of the run
+PEAKS: list[int] = []  # bytes above the start, of each attempt
 
 
 @contextlib.contextmanager
@@ -139,7 +249,8 @@ def peak_memory(limit_bytes: int) -> Iterator[None]:
         return int(line.split()[1]) << 10
 
     before = held("VmRSS")
-    yield
-    taken = held("VmHWM") - before
-    REPORTED.append(f"memory: at most {taken >> 20} MiB above the start")
-    assert taken <= limit_bytes, f"{taken >> 20} MiB"
+    try:
+        yield
+    finally:
+        PEAKS.append(held("VmHWM") - before)
+    assert PEAKS[-1] <= limit_bytes, f"{PEAKS[-1] >> 20} MiB"

@@ -3,11 +3,13 @@
 import dataclasses
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from archives import REPORTED, pack, random_adapter, random_model
+from archives import PEAKS, REPORTED, Bench, pack, random_adapter, random_model, small_archive
 
 from drafter.console import quiet_libraries
 from drafter.recipe import Recipe, load_recipe
@@ -31,6 +33,8 @@ def pytest_terminal_summary(terminalreporter):
     """What tests counted."""
     for line in REPORTED:
         terminalreporter.write_line(line)
+    if PEAKS:
+        terminalreporter.write_line(f"memory: at most {max(PEAKS) >> 20} MiB above what was held, in any of them")
 
 
 @pytest.fixture(scope="session")
@@ -92,3 +96,21 @@ def packed(tmp_path_factory, tokenizer_dir):
 def archive(packed, tmp_path):
     shutil.copytree(packed[0] / "model", tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    """Folder with base/ and model/, of which each byte can be tried; read only."""
+    folder = tmp_path_factory.mktemp("small")
+    small_archive(folder)
+    return folder
+
+
+@pytest.fixture
+def bench(small) -> Iterator[Bench]:
+    """A copy of the small archive, to be damaged."""
+    # on a file system in memory where there is one: to write a file anew takes as long on a disk as to verify it
+    memory = Path("/dev/shm")
+    folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+    with folder as name:
+        yield Bench(small / "model", Path(name))

@@ -50,7 +50,8 @@ class StubEngine:
             raise RuntimeError("scripted failure")
         timings = {"prefill_ms": 1.0, "draft_ms": 2.0, "cached_tokens": 0, "batch_size": len(requests)}
         return [
-            SimpleNamespace(tokens=expected(r.tokens, r.k), finish_reason="length", timings=timings) for r in requests
+            SimpleNamespace(tokens=expected(r.tokens, r.k), finish_reason="length", timings=timings, sources=None)
+            for r in requests
         ]
 
 

@@ -1,10 +1,16 @@
 """Prompt lookup against a brute-force search that reads like its definition."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter.copy_policy import NgramIndex, prompt_lookup
+from drafter.acceptance import replay_rows, rounds_from_runs
+from drafter.copy_policy import POLICY_NGRAM, CopyPolicy, NgramIndex, prompt_lookup
+from drafter.engine import DraftEngine, DraftRequest
+from drafter.scoring import score_forward
+from drafter.teacher_data import read_shards, shard_paths
+from model_io import load_model
 
 
 def brute_force(tokens, k, max_ngram):
@@ -49,3 +55,56 @@ def test_linear_in_the_request():
     index = NgramIndex([5] * 100_000)
     assert index.draft(16) == [5]
     assert len(index._behind) == 3
+
+
+# ---------------------------------------------------------------------------- the policy
+
+
+def test_the_candidate_is_the_first_id_of_the_draft():
+    index = NgramIndex([7, 1, 2, 3, 9, 9, 1, 2, 3, 4, 5, 8, 2, 3], 3)
+    assert index.candidate() == (2, 4)
+    assert NgramIndex([1, 2, 3]).candidate() is None
+
+
+def test_a_copy_overrides_below_its_limit_alone():
+    policy, index = CopyPolicy((0.0, 1.0) + (5.0,) * 6), NgramIndex([1, 2, 3, 1, 2], POLICY_NGRAM)  # suffix 1 2, then 3
+    assert policy.choose(index, 8, 0.9) == (3, "copy")
+    assert policy.choose(index, 8, 1.0) == (8, "model")
+    assert policy.choose(index, 3, 0.1) == (3, "model")  # the model says so itself
+    assert policy.choose(NgramIndex([4, 5, 4], POLICY_NGRAM), 8, -1.0) == (5, "copy")
+    assert policy.choose(NgramIndex([4, 5, 4], POLICY_NGRAM), 8, 0.0) == (8, "model")  # limit 0: never
+    assert policy.choose(NgramIndex([4], POLICY_NGRAM), 8, 0.0) == (8, "model")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0, 4), st.booleans(), st.booleans()), max_size=40))
+def test_the_fitted_limits_win_the_most_tokens(cases):
+    policy = CopyPolicy.fit(cases)
+    for length in (1, 2, 3):
+        own = [(gap, int(copy) - int(model)) for n, gap, copy, model in cases if n == length]
+
+        def won(limit, own=own):
+            return sum(gain for gap, gain in own if gap < limit)
+
+        assert won(policy.limits[length - 1]) == max([0, *(won(gap + 1e-9) for gap, _ in own)])
+    assert policy.limits[3:] == (0.0,) * (POLICY_NGRAM - 3)
+
+
+def test_teacher_forcing_with_the_policy_is_replay_with_it(chain):
+    """tau says what is served: the policy acts in both, on the same text, and every token knows where it came from."""
+    engine = DraftEngine(load_model(chain.model_dir, dtype=torch.float32))
+    engine.copy_policy = CopyPolicy((0.3, 0.6, 1.0, 2.0, 9.0, 9.0, 9.0, 9.0))
+    paths = shard_paths(chain.recipe.cache_dir / "teacher", "development")
+    rows, seen = read_shards(paths), set()
+    scores = score_forward(engine.forward, rows, copy_policy=engine.copy_policy)
+
+    def draft(prefixes):
+        drafts = engine.draft([DraftRequest(prefix, 16) for prefix in prefixes])
+        assert all(len(one.sources) == len(one.tokens) for one in drafts)
+        seen.update(source for one in drafts for source in one.sources)
+        return [one.tokens for one in drafts]
+
+    replayed = replay_rows([(r.prompt_ids, r.continuation_ids, r.finish_reason) for r in rows], 16, draft)
+    by_bits = [rounds_from_runs(one.runs, row.finish_reason, 16) for one, row in zip(scores, rows, strict=True)]
+    assert [[one.accepted for one in row] for row in replayed] == [[one.accepted for one in row] for row in by_bits]
+    assert seen == {"model", "copy"}

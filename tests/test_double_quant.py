@@ -1,6 +1,8 @@
 """Block scales in one byte each: what they decode to, that nothing drifts, and what an archive refuses of them."""
 
 import json
+import math
+import struct
 
 import archives
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 
 import model_io
 from drafter import quantization as q
-from drafter.archive import read_archive
-from drafter.streams import ContentError
+from drafter.archive import WEIGHTS_METADATA, check_quantization, read_archive, stream_specs
+from drafter.streams import ContentError, safetensors_header
+from drafter.weights import MasterWeights
 
 GROUP = q.GROUP
 
@@ -47,6 +50,36 @@ def test_decoded_scales_are_scales_and_stay_what_they_are(count, factor, seed, e
     exact = q.double_quantize(decoded, 0.0)
     assert torch.equal(again(exact, count), decoded)
     assert exact.plain == found.plain
+
+
+def test_no_scale_drifts_between_any_two_ends():
+    """The grid next to the spacing of bf16, and groups over an edge where that spacing doubles, are where it could.
+
+    All groups of bf16 numbers from 1 to 8 whose ends lie at most a factor of 8 apart, one end in five; each has its
+    first and last 127 numbers. Random groups never meet most of these grids.
+    """
+    every = torch.arange(0x3F80, 0x4101, dtype=torch.int16).view(torch.bfloat16)  # 1, 1 + 2 ** -7, ... 8
+    for first in range(0, len(every), 5):
+        ends = torch.arange(first, len(every))
+        inner = torch.arange(127)
+        low_side = torch.minimum(first + inner, ends[:, None])
+        high_side = torch.maximum(ends[:, None] - inner, torch.tensor(first))
+        scales = every[torch.cat((low_side, high_side, ends[:, None], ends[:, None]), 1)].view(-1)  # [groups * 256]
+        decoded = q.double_quantized(scales)
+        assert torch.equal(q.double_quantized(decoded), decoded)
+
+
+def test_nothing_is_made_on_another_device():
+    """A trainer on a GPU held its scales there, and the flags of plain groups were made on the CPU.
+
+    `meta` as the default device stands for any that the scales are not on: what is made without saying where fails.
+    """
+    scales = spread(3 * GROUP, 2.0, 0)
+    scales[GROUP + 7] = 1000.0
+    expected = q.double_quantized(scales)
+    with torch.device("meta"):
+        found = q.double_quantized(scales)
+    assert torch.equal(found, expected)
 
 
 def test_a_group_that_would_lose_more_than_a_hundredth_stays_as_it_is():
@@ -115,13 +148,67 @@ def test_given_scales_are_kept_bit_for_bit(tokenizer_dir, tmp_path):
             assert sum(map(len, plain.values())) > sum(map(len, expected.values()))
 
 
+def test_scales_of_training_go_into_the_packer_unchanged(tokenizer_dir, tmp_path):
+    """What QAT computed with is what the archive decodes to, and its bytes are those of a packer that searched."""
+    model = archives.random_model("qwen3")
+    weights = MasterWeights(model, quantize=True, double_quant=True)
+    weights.search_scales()
+    given = archives.pack(model, tmp_path / "given", tokenizer_dir, scales=weights.scales, double_quant=True)
+    searched = archives.pack(model, tmp_path / "searched", tokenizer_dir, double_quant=True)
+    assert given["base_sha256"] == searched["base_sha256"]
+    weights.publish()
+    merged = model_io.load_model(tmp_path / "given", dtype=torch.float32).model.state_dict()
+    assert all(torch.equal(merged[name], model.state_dict()[name]) for name in weights.linear)
+
+
+def test_changed_numbers_of_a_group_are_refused_in_an_archive(tokenizer_dir, tmp_path):
+    """Each is signed again, so that only the check of what it means can find it; bits count what is stored."""
+    model = archives.random_model("qwen3")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name)[0].mul_(1000)  # one block in 96 far above the rest: the group keeps its bf16 scales
+    folder = tmp_path / "model"
+    archives.pack(model, folder, tokenizer_dir, double_quant=True)
+    original = {path.name: path.read_bytes() for path in folder.iterdir()}
+    document = json.loads(original["quantization.json"])
+    other = next(other for other, entry in document["tensors"].items() if entry.get("plain_groups") == [])
+    assert document["tensors"][name]["plain_groups"] == [0]
+    bits = {row["name"]: row["bits"] for row in model_io.inventory(model_io.verify(folder))}
+    assert bits[name] == round(4 + 8 * (2 * 96 + 8) / (96 * 64), 3)
+    count = document["tensors"][other]["shape"][0]  # rows of 64: a block each, one group
+    assert bits[other] == round(4 + 8 * (count + 8) / (count * 64), 3)
+
+    specs = stream_specs(document)
+    places, at = {}, len(safetensors_header(specs, WEIGHTS_METADATA))
+    for stored, (dtype, shape) in specs.items():
+        assert at % dtype.itemsize == 0, "wide elements first: each tensor is aligned"
+        places[stored], at = at, at + torch.Size(shape).numel() * dtype.itemsize
+    floats = {key: struct.pack("<f", value) for key, value in {"nan": math.nan, "inf": math.inf, "-1": -1.0}.items()}
+    low, plain = places[f"{other}.scales2"], places[f"{name}.scales2"]
+    faults = [(at, data, f"{other}: group 0") for at in (low, low + 4) for data in floats.values()]
+    faults += [
+        (low, struct.pack("<f", 0.0), f"{other}: group 0"),
+        (low, struct.pack("<f", 3.4e38), f"{other}.scales: scale"),  # finite, but bf16 rounds it to inf
+        (low, struct.pack("<f", 1e-40), f"{other}.scales: scale"),  # positive, but denormal
+        (low + 4, struct.pack("<f", 3e38), f"{other}.scales: scale"),
+        (plain + 4, struct.pack("<f", 0.1), f"{name}: group 0"),
+        (places[f"{name}.scales"], b"\0\0", f"{name}.scales: scale 0"),
+    ]
+    for at, data, match in faults:
+        archives.rewrite_weights(
+            folder, lambda stream, at=at, data=data: stream.__setitem__(slice(at, at + len(data)), data)
+        )
+        archives.refused(folder, ContentError, match)
+        for file, content in original.items():
+            (folder / file).write_bytes(content)
+    model_io.verify(folder)
+
+
 @pytest.mark.parametrize("groups", [[0, 0], [-1], [9], [True], "0", [1.0], None])
 def test_plain_groups_are_rising_numbers_of_groups(groups, tokenizer_dir, tmp_path):
     archives.pack(archives.random_model("qwen3"), tmp_path / "model", tokenizer_dir, double_quant=True)
     document = json.loads((tmp_path / "model" / "quantization.json").read_text())
     name = next(name for name, entry in document["tensors"].items() if entry["codec"] == "nf4")
     document["tensors"][name]["plain_groups"] = groups
-    from drafter.archive import check_quantization
-
     with pytest.raises(ContentError, match="plain_groups"):
         check_quantization(document)

@@ -251,3 +251,15 @@ def test_scales_of_another_training_are_refused(run):
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"nf4_scales.*found {sha256_file(path)}.*lineage is broken"):
         pack_model.pack_phase(recipe, "qat", run_dir / "base")
+
+
+def test_a_run_keeps_the_scales_that_it_was_begun_with(run):
+    """A recipe that turned to double-quantized scales made another base of an old run, and its adapter was refused."""
+    recipe, run_dir = run
+    plain = recipe.model_copy(update={"packing": recipe.packing.model_copy(update={"double_quant": False})})
+    assert recipe.packing.double_quant
+    doubled = pack_model.pack_phase(recipe, "qat", run_dir / "base")
+    log_phase(run_dir, plain, "qat")
+    old = pack_model.pack_phase(plain, "qat", run_dir / "base")
+    assert pack_model.pack_phase(recipe, "qat", run_dir / "base")["base_sha256"] == old["base_sha256"]
+    assert old["base_sha256"] != doubled["base_sha256"] and old["bits_per_weight_linear"] == 4.25

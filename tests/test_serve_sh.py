@@ -33,7 +33,8 @@ def load_model(model_dir, form, dtype):
     chat = SimpleNamespace(render=lambda messages: [3, 1, 4], thinking="off")
     return SimpleNamespace(model=Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval(), chat=chat,
                            archive_id="c" * 64, context=512, num_ids=290, stop_ids=(2,), info={"recipe": "tiny"},
-                           tensors={}, adapter=None, self_check={"margin": 1.0, "drafts": []})
+                           tensors={}, adapter=None, self_check={"margin": 1.0, "drafts": []},
+                           copy_policy={"enabled": False})
 """
 
 
