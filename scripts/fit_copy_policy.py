@@ -5,8 +5,8 @@
     python -m scripts.evaluate --recipe smollm2-quick on=model      # --copy-policy off: without
 
 For each length of the copied suffix the limit of the model's logit gap is found below which copies were right more
-often (drafter/copy_policy.py). The file says `enabled` only when tau at the largest k rises on these rows; the last line
-tells tau without and with it. Decide here, report on development rows.
+often (drafter/copy_policy.py). The file says `enabled` only when tau at the largest k rises on these rows; the last
+line tells tau without and with it. Decide here, report on development rows.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""scripts.calibrate: moments against a plain computation, train rows alone, and a file that belongs to its checkpoint."""
+"""scripts.calibrate: moments against a plain computation, train rows alone, a file that belongs to its checkpoint."""
 
 import json
 import shutil
@@ -94,7 +94,7 @@ def test_packing_uses_the_moments_of_its_checkpoint(chain, run_dir, capsys):
 
 
 def test_moments_of_other_weights_are_refused(chain, run_dir, capsys):
-    """A file left by an earlier training would weight the search of another student, and nothing would be seen of it."""
+    """A file left by an earlier training would weight the search of another student, and nobody would see it."""
     argv, path = ["--recipe", "tiny", "--phase", "polish", "--run", str(run_dir)], run_dir / "polish" / calibrate.FILE
     assert calibrate.main([*argv, "--rows", "4"]) == 0
     good = path.read_bytes()
