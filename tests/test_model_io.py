@@ -86,13 +86,46 @@ def test_the_packed_form_exposes_its_tensors_and_survives_casts(packed):
     before = {name: tensor.clone() for name, tensor in loaded.tensors.items()}
     name = "model.layers.1.mlp.up_proj"
     layer = loaded.model.get_submodule(name)
-    loaded.model.to(torch.float16)
-    assert torch.equal(layer.codes, before[f"{name}.weight.codes"]) and layer.codes.dtype == torch.uint8
-    assert torch.equal(layer.scale_bits.view(torch.bfloat16), before[f"{name}.weight.scales"])
+    for dtype in (torch.bfloat16, torch.float16):
+        loaded.model.to(dtype)
+        assert torch.equal(layer.codes, before[f"{name}.weight.codes"]) and layer.codes.dtype == torch.uint8
+        assert torch.equal(layer.scale_bits.view(torch.bfloat16), before[f"{name}.weight.scales"])
     table = loaded.model.lm_head.table
     assert table is loaded.model.model.embed_tokens.table, "tied: one table"
     assert torch.equal(table.scale_bits.view(torch.bfloat16), before["model.embed_tokens.weight.scales"])
     assert load_model(packed[0] / "model", "merged").tensors == {}
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+def test_blocks_of_every_size_come_back(double_quant, tokenizer_dir, tmp_path):
+    """QNT-5: scales of 1e-9, 1 and 1e5 in one matrix, through an archive and back, bit for bit."""
+    model, name = random_model("llama"), "model.layers.0.mlp.up_proj.weight"
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state[name] *= torch.tensor([1e-9, 1.0, 1e5]).repeat(32)[:, None]
+    pack(model, tmp_path / "base", tokenizer_dir, weights=state, double_quant=double_quant)
+    loaded = load_model(tmp_path / "base", "packed", torch.float32)
+    scales = q.nf4_scales(state[name])
+    scales = q.double_quantized(scales) if double_quant else scales
+    assert torch.equal(loaded.tensors[f"{name}.scales"].view(torch.int16), scales.view(torch.int16))
+    merged = load_model(tmp_path / "base", "merged", torch.float32).model.state_dict()
+    assert torch.equal(merged[name], q.fake_quant_nf4(state[name], scales))
+    assert float(scales.min()) < 1e-9 and float(scales.max()) > 1e4, "the case must occur"
+
+
+def test_strided_weights_pack_to_the_same_bytes(packed, tokenizer_dir, tmp_path):
+    """QNT-3: a transposed or sliced tensor of a checkpoint in memory, in every kind of codec."""
+
+    def strided(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 1:
+            return torch.stack((tensor, -tensor), 1)[:, 0]
+        wide = torch.full((tensor.shape[1] + 1, tensor.shape[0] * 2), torch.nan)
+        wide[1:, ::2] = tensor.t()
+        return wide.t()[::2, 1:]
+
+    weights = {name: strided(tensor) for name, tensor in packed[1].state_dict().items()}
+    assert not any(tensor.is_contiguous() for tensor in weights.values())
+    report = pack(packed[1], tmp_path / "base", tokenizer_dir, weights=weights)
+    assert report["archive_id"] == verify(packed[0] / "base").archive_id
 
 
 def test_the_files_are_those_of_the_format(packed):

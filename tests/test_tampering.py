@@ -6,6 +6,7 @@ sample of each kind runs. The number tried of each kind is asserted, and shown a
 """
 
 import hashlib
+import io
 import itertools
 import json
 import lzma
@@ -413,6 +414,16 @@ def test_adapters_that_do_not_belong(bench, small, tmp_path):
         specs, metadata = adapter_specs(forged, shapes), adapter_metadata(forged)
         body = streams.stream_size(specs, metadata) - len(streams.safetensors_header(specs, metadata))
         attempt(forged, streams.safetensors_header(specs, metadata) + bytes(body))
+    specs, metadata = adapter_specs(document, shapes), adapter_metadata(document)
+    head, name = streams.safetensors_header(specs, metadata), document["targets"][0]
+    smaller = dict(specs)  # LOR-1: one layer of another rank
+    for part in ("lora_A", "lora_B"):
+        smaller[f"{name}.{part}"] = (
+            specs[f"{name}.{part}"][0],
+            tuple(1 if n == 2 else n for n in specs[f"{name}.{part}"][1]),
+        )
+    body = streams.stream_size(smaller, metadata) - len(streams.safetensors_header(smaller, metadata))
+    attempt(document, streams.safetensors_header(smaller, metadata) + stream[len(head) : len(head) + body])
     for value in (b"\x80\x7f", b"\xc0\x7f", b"\x80\xff"):  # bf16 inf, nan, -inf
         attempt(document, stream[:-2] + value)
     for targets in (document["targets"][::-1], document["targets"][1:], document["targets"] * 2, ["lm_head"], []):
@@ -481,6 +492,10 @@ def test_frames_of_every_shape(bench):
         zeros(1 << 20)[:-3],
     ):
         bench.refused(bench.signed({WEIGHTS: data}), data[:8])
+    unsized = io.BytesIO()  # PCK-3: a frame that does not state its size, but is as long as was declared
+    with zstandard.ZstdCompressor().stream_writer(unsized, closefd=False) as writer:
+        writer.write(stream)
+    assert bench.attempt(bench.signed({WEIGHTS: unsized.getvalue()})) is None
     own, compact = bench.original[ADAPTER], lzma.decompress(bench.original[ADAPTER])
     for data in (
         own + own,
