@@ -509,7 +509,7 @@ static void choose(Thread t, const Call *c) {
 #endif
         store_input(&s->final, n, hidden, D, 0);
     }
-    if (c->row_count == 0) return;
+    if (c->row_count == 0 || W == 0) return;
     meet(t.barrier);
     share(t, c->row_count, 16, &r0, &r1);
     float *logits = s->logits;

@@ -287,6 +287,7 @@ enum { TILE = 32 }; /* rows that all tokens meet before the next: 32 x 2,048 bf1
 static void dense_rows(const uint16_t *w, size_t ldw, int cols, const Input *x, int tokens, int r0, int r1, float *y,
                        int ldy) {
     const int rows = r1 - r0;
+    if (tokens == 0) return;
     if (tokens == 1 && cols > 128) { /* one row after the other, as memory streams them */
         for (int r = 0; r < rows; r++) y[r] = dense_one(w + (size_t)r * ldw, cols, input_row(x, 0));
         return;

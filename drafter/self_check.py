@@ -69,8 +69,9 @@ def prompts(chat: Any, num_ids: int, context: int) -> tuple[list[list[int]], int
 def make(load: Callable[[str, torch.dtype], Any]) -> dict[str, Any]:
     """The content of self_check.json. `load(form, dtype)` is model_io.load_model of the folder being packed.
 
-    The merged form in bf16 drafts, the packed form in fp32 measures the leads: 2.6 bytes a weight in memory, where a
-    merged model in fp32 would take 4 (6.8 GB for 1.7 B weights), and one pass of slow decoding instead of one a token.
+    The merged form in bf16 drafts, the packed form in fp32 measures the leads: 2.6 bytes a weight in memory (3.2 while
+    the second is loaded), where a merged model in fp32 would take 4 more (6.8 GB for 1.7 B weights), and one pass of
+    slow decoding instead of one a token.
     On one thread, so that sums are taken in one order and the same input gives the same bytes.
     """
     threads = torch.get_num_threads()

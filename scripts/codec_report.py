@@ -59,10 +59,10 @@ COLUMNS = (
     "codec", "model", "bits_per_weight_linear", "bits_per_weight_linear_with_adapter", "bits_per_weight_all",
     "archive_bytes", "weight_rel_error", "output_rel_error", "kl_to_bf16", "tau16", "tau16_interval",
 )  # fmt: skip
-OUTPUT_ROWS = 8  # of text for output_rel_error, about 900 tokens
+OUTPUT_ROWS = 8  # of text for output_rel_error, about 800 tokens
 LOGITS = 1 << 25  # numbers in a block of logits, 134 MB in fp32; a few of them exist at a time
-# For --dry-run, two cores: packing and reading back an archive, a nanosecond a weight; the full-size part in all.
-PACK_NS, FULL_SIZE_S = 80, 400
+# For --dry-run, two cores: nanoseconds a weight of packing and reading back an archive; the full-size part in all.
+PACK_NS, FULL_SIZE_S = 100, 500
 
 # ---------------------------------------------------------------------------- codecs
 

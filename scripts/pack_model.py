@@ -162,9 +162,8 @@ def print_inventory(rows: list[dict[str, Any]]) -> None:
 def estimate(recipe: Recipe, phase: str | None, folder: Path, storage: str) -> dict[str, Any]:
     """Weights, bytes, memory and seconds of packing, from the checkpoint's config alone.
 
-    Memory is what packing holds beside Python and torch: the whole decoded stream while it is read back, or the
-    largest tensor in fp32 with its codes. Seconds are those of the scale search; for the final archive nothing is
-    quantized again.
+    Memory is what the self-check holds beside Python and torch, once the rest is written: the packed form twice and a
+    merged model in bf16. Seconds are those of the scale search; for the final archive nothing is quantized again.
     """
     import torch
 
@@ -196,7 +195,7 @@ def estimate(recipe: Recipe, phase: str | None, folder: Path, storage: str) -> d
     return {
         "weights": sum(count.values()),
         "estimated_bytes": size,
-        "estimated_memory_bytes": max(stream, 5 * max(count.values())),
+        "estimated_memory_bytes": 2 * stream + 2 * sum(count.values()),
         "estimated_s": round(searched * SEARCH_NS / 1e9 / torch.get_num_threads(), 1),
     }
 

@@ -173,6 +173,20 @@ def test_rows_of_any_length_share_a_batch_and_end_alone():
         assert row.finish_reason == ("stop" if stop in text else "length")
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_prompt_longer_than_a_call(packed):
+    """A call of a long prompt's beginning wants no token: the head of a dense model then divided by no rows, and the
+    process died of it in the first minutes of a teacher's work."""
+    decoder = random_decoder(packed=packed, positions=CONTEXT)
+    text = prompts(1, seed=11)[0][:1] * 3 + list(range(60))
+    whole = drafted(NativeForward(decoder, threads=2, max_tokens=128), [text], 8)
+    for size in (1, 7, 32):
+        forward = NativeForward(decoder, threads=2, max_tokens=size)
+        found = drafted(forward, [text], 8)
+        assert found == whole if not packed else found[0][:1] == whole[0][:1]
+        assert len(drafted(forward, [text, [1], text[:9]], 8)) == 3
+
+
 def test_what_a_row_may_not_be():
     forward = PlainForward(random_decoder())
     cache = forward.new_cache(1, 20)
