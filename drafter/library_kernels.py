@@ -11,6 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +25,20 @@ from drafter.decoder import Matrix
 FEW = 6
 
 
+def bitsandbytes_functional() -> Any:
+    """The module bitsandbytes.functional, silenced. ImportError where it is not installed."""
+    # its advice to install `kernels`, which would call the hub when imported, is not for us
+    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
+    from bitsandbytes import functional
+
+    return functional
+
+
 @lru_cache(maxsize=1)
 def _available() -> bool:
     if importlib.util.find_spec("bitsandbytes") is None or not torch.cpu._is_avx512_bf16_supported():
         return False
-    # its advice to install `kernels`, which would call the hub when imported, is not for us
-    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
-    import bitsandbytes.functional
-
-    return hasattr(bitsandbytes.functional, "_convert_weight_packed_for_cpu")
+    return hasattr(bitsandbytes_functional(), "_convert_weight_packed_for_cpu")
 
 
 def nf4_product(matrix: Matrix) -> Callable[[Tensor], Tensor] | None:
@@ -40,8 +46,7 @@ def nf4_product(matrix: Matrix) -> Callable[[Tensor], Tensor] | None:
     rows, cols = matrix.shape
     if matrix.kind != "nf4" or rows % 32 or cols % 64 or not _available():
         return None
-    import bitsandbytes.functional as bnb
-
+    bnb = bitsandbytes_functional()
     levels = torch.tensor(q.LEVELS)
     state = bnb.QuantState(
         absmax=matrix.scales.float(), shape=torch.Size(matrix.shape), code=levels, blocksize=q.BLOCK,

@@ -20,8 +20,6 @@ the folder with its tokenizer (bf16: of the checkpoint), for llama.cpp the file,
 Legend: S supervised positions, V existing ids, D input and R output columns of a layer, N tokens.
 """
 
-import importlib.util
-import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +38,7 @@ from drafter.chat import TOKENIZER_FILES
 from drafter.checkpoint import Checkpoint, checked_weights, codecs_of, meta_model
 from drafter.console import progress_bar
 from drafter.decoding import load_causal_lm
+from drafter.library_kernels import bitsandbytes_functional
 from drafter.mixing import micro_batches, pad_rows, row_tokens
 from drafter.provenance import read_json, relative, write_json
 from drafter.recipe import Recipe, RunDocument
@@ -94,10 +93,7 @@ def int8(weight: Tensor) -> tuple[Tensor, int]:
 
 def bitsandbytes_nf4(weight: Tensor) -> tuple[Tensor, int]:
     """bitsandbytes' defaults on the CPU: NF4, blocks of 64, fp32 absmax. The bits are those of its tensors."""
-    # Imported here alone: it logs the advice to install `kernels`, a package that calls a hub when it is imported.
-    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
-    from bitsandbytes import functional
-
+    functional = bitsandbytes_functional()
     codes, state = functional.quantize_4bit(weight.float(), blocksize=q.BLOCK, quant_type="nf4")
     return functional.dequantize_4bit(codes, state), 8 * (codes.nbytes + state.absmax.nbytes)
 
@@ -350,9 +346,7 @@ def _met(fact: bool) -> str:
 
 def wanted_codecs(llama_python: str | None, full_size: bool) -> tuple[list[str], dict[str, str]]:
     """(codecs that will be measured, {codec left out: what adds it})."""
-    left_out = {}
-    if importlib.util.find_spec("bitsandbytes") is None:
-        left_out["bitsandbytes-nf4"] = "pip install -r requirements-dev.txt"
+    left_out: dict[str, str] = {}
     if not llama_python:
         left_out |= dict.fromkeys((*GGUF, FULL_SIZE[1]), f"--llama-python DIR/bin/python, made by: {_gguf.INSTALL}")
     if not full_size:
