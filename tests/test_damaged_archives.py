@@ -143,6 +143,9 @@ def test_manifests_that_lie(archive):
         ("config.json", lambda d: d.update(intermediate_size=128), "tensor"),
         ("config.json", lambda d: d.update(head_dim=10**9), "head_dim"),
         ("config.json", lambda d: d.update(num_labels=10**9), "num_labels"),
+        ("adapter.json", lambda d: d.update(size_bytes=float(d["size_bytes"])), "size_bytes"),  # was a TypeError
+        ("adapter.json", lambda d: d.update(alpha=10**400), "two finite floats"),  # was an OverflowError
+        ("quantization.json", lambda d: d.update(block_size=64.0), "block_size"),
         ("self_check.json", lambda d: d.pop("margin"), "fields"),
         ("self_check.json", lambda d: d.update(margin=0.01), "margin"),
         ("self_check.json", lambda d: d.update(margin=1), "margin"),
@@ -206,6 +209,35 @@ def test_documents_that_do_not_fit(archive, file, change, match):
     with pytest.raises(ArchiveError, match=match) as caught:
         load_model(archive)
     assert "Next: " in str(caught.value)
+
+
+def test_messages_neither_flood_a_log_nor_fail_to_be_printed(archive):
+    """Found by fuzzing: a manifest inside the field "format" of a manifest was repeated whole in the error."""
+    good = json.loads((archive / "manifest.json").read_text())
+    for change in (
+        {"format": good},
+        {"format": "\ud800" * 5000},
+        {"\ud800" * 5000: 1},
+        {"archive_id": "\udfff" * 5000},
+    ):
+        (archive / "manifest.json").write_text(json.dumps({**good, **change}))
+        str(refused(archive)).encode("utf-8")  # and shorter than 1,000 characters
+    error = ArchiveError("x" * 5000, "\ud800" * 5000, "y" * 5000, "z" * 5000)
+    assert len(str(error).encode("utf-8")) < 4000 and "Next: " in str(error)
+
+
+def test_names_are_held_against_the_config_without_a_model(archive):
+    """verify() let an archive pass whose tensors were all there, under the names of another model."""
+    document = json.loads((archive / "quantization.json").read_text())
+    old, new = "model.norm.weight", "model.form.weight"  # as long, so that every size stays
+
+    def rename(stream):
+        return bytearray(bytes(stream).replace(old.encode(), new.encode()))
+
+    tensors = {new if name == old else name: entry for name, entry in document["tensors"].items()}
+    edit(archive, "quantization.json", lambda d: d.update(tensors=tensors))
+    rewrite_weights(archive, rename)
+    refused(archive, ContentError, "tensor model.(norm|form).weight")
 
 
 def test_tensors_that_do_not_fit(archive):
