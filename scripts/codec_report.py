@@ -316,7 +316,10 @@ def full_size_rows(work: Path, llama_python: str | None) -> list[dict[str, Any]]
 
 
 def goals(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, RoundCounts], resamples: int) -> list[str]:
-    """Our codecs against llama.cpp's, a line each: bits and bytes at full size, tau paired on the same prompts."""
+    """Our codecs against llama.cpp's, a line each: bits and bytes at full size, tau paired on the same prompts.
+
+    A difference of tau whose interval holds 0 is `open`: these prompts cannot tell the two apart.
+    """
     by_codec = {row["codec"]: row for row in rows}
     said = []
     if all(codec in by_codec for codec in FULL_SIZE):
@@ -333,10 +336,16 @@ def goals(rows: Sequence[Mapping[str, Any]], counts: Mapping[str, RoundCounts], 
                 continue
             change, (low, high) = difference
             bits = [by_codec[codec]["bits_per_weight_linear"] for codec in (ours, theirs)]
+            fits = bits[0] <= bits[1]
+            verdict = "open  " if fits and low <= 0 <= high else _met(fits and change > 0)
             said.append(
-                f"{_met(change > 0 and bits[0] <= bits[1])}: {ours} {bits[0]} bits, tau {change:+.3f} "
+                f"{verdict}: {ours} {bits[0]} bits, tau {change:+.3f} "
                 f"[{low:+.3f}, {high:+.3f}] over {theirs}, {bits[1]} bits"
             )
+    if any(codec in counts for codec in GGUF):
+        # smollm2-quick: qat's own weights in bf16 have a tau 0.04 above polish's, and llama.cpp's types of them come
+        # within 0.02 of nf4-qat, on both sides
+        said.append("nf4-qat and its adapter were trained longer than the student that llama.cpp quantized")
     return said
 
 

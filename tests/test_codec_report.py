@@ -165,10 +165,12 @@ def test_relative_errors_by_hand():
 
 
 def test_goals_say_what_was_missed():
-    def counts(emitted: int) -> RoundCounts:
+    """A difference of tau inside its own interval was once called met: on another day's run it had the other sign."""
+
+    def counts(first: int, second: int | None = None) -> RoundCounts:
         accepted = np.zeros((2, 17), dtype=np.int64)
         accepted[:, 2] = 10  # ten rounds in each of two rows
-        return RoundCounts(16, np.array([emitted, emitted]), accepted)
+        return RoundCounts(16, np.array([first, first if second is None else second]), accepted)
 
     bits = {"nf4-search": 4.25, "nf4-qat": 4.25, "nf4-qat-adapter": 4.25, "gguf-q4_0": 4.5, "gguf-iq4_nl": 4.2}
     rows = [{"codec": codec, "bits_per_weight_linear": one} for codec, one in bits.items()]
@@ -177,6 +179,11 @@ def test_goals_say_what_was_missed():
     assert said[0].startswith("missed: nf4-search 4.25 bits, tau -0.200 [-0.200, -0.200] over gguf-q4_0, 4.5 bits")
     assert said[2].startswith("met   : nf4-qat 4.25 bits, tau +0.100")
     assert said[3].startswith("missed: nf4-qat 4.25 bits, tau +0.200"), "more bits than the other"
+    assert len(said) == 7 and said[-1].startswith("nf4-qat and its adapter were trained longer")
+    mixed = {codec: counts(30) for codec in bits} | {"nf4-search": counts(36, 27)}  # +0.6 and -0.3 in its two rows
+    said = codec_report.goals(rows, mixed, 100)
+    assert said[0].startswith("open  : nf4-search 4.25 bits, tau +0.150 [-0.300, +0.600]")
+    assert said[1].startswith("missed: nf4-search"), "more bits are a miss, whatever tau says"
     sizes_of = [
         {"codec": FULL_SIZE[0], "bits_per_weight_linear_with_adapter": 5.1, "archive_bytes": 10},
         {"codec": FULL_SIZE[1], "bits_per_weight_linear": 4.89, "archive_bytes": 11},
