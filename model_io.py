@@ -73,6 +73,7 @@ from drafter.provenance import canonical_json, sha256_bytes, sha256_file
 from drafter.streams import (
     DTYPE_NAMES,
     XZ_FILTERS,
+    ArchiveError,
     ContentError,
     safetensors_header,
     stream_size,
@@ -148,13 +149,18 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
     # from the config is replaced.
     from drafter.attention import use_grouped_attention
     from drafter.decoding import neutral_generation_config
+    from drafter.self_check import check_prompts
 
     model.generation_config = neutral_generation_config(archive.generation["stop_ids"])
     use_grouped_attention(model)
     settings = {key: archive.generation[key] for key in ("thinking", "stop_ids", "num_ids")}
     try:
         chat = Chat.load(archive.path, **settings)
-    except Exception as error:  # whatever the tokenizer and template libraries make of damaged content
+        check_prompts(chat, chat.num_ids, archive.generation["context"], archive.self_check)
+    except (ArchiveError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        # whatever the tokenizer and template libraries make of damaged content; a panic in Rust is not an Exception
         raise ContentError("tokenizer.json", f"{type(error).__name__}: {error}"[:300]) from None
     return LoadedModel(
         model=model,

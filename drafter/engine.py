@@ -115,6 +115,7 @@ class TransformersEngine(_Engine):
         super().__init__(loaded, threads)
         self.model = loaded.model
         self.info["dtype"] = str(self.model.dtype).removeprefix("torch.")
+        check(self, loaded.self_check)
 
     def _decode(self, prompts, limits):
         settings = {"stop_ids": self.stop_ids, "num_ids": self.num_ids, "batch_size": max(1, len(prompts))}

@@ -5,7 +5,8 @@ a tool that signed them again, another rope theta, a kernel that reads a matrix 
 by a library that changed. Each of them drafts something else.
 
     document = make(partial(load_model, folder))     # at packing -> self_check.json
-    check(engine, document)                          # at loading, before the first draft; SelfCheckError
+    check_prompts(chat, num_ids, context, document)  # at loading: the texts are still rendered to the same ids
+    check(engine, document)                          # before the first draft: they are still continued alike
 
 `gaps` are the leads of the drafted tokens over the best other token, from one fp32 forward pass over the packed form,
 the oracle of all kernels. A lead of at most `margin` is a near-tie: rounding may turn it. Drafts are compared up to a
@@ -17,6 +18,7 @@ Legend: B prompts, T tokens, N drafted tokens of all prompts, D hidden, V ids.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -46,6 +48,10 @@ CONVERSATIONS = (
 RAW_IDS, STRIDE = 24, 7919  # a prompt of no text: ids from all over the table
 FIX = (
     "server.py --kernel plain tells whether the native kernels are at fault; else make the archive again: "
+    "python -m scripts.pack_model --recipe RECIPE"
+)
+FIX_TEXT = (
+    "pip install -r requirements-serve.txt installs the libraries that render alike; else make the archive again: "
     "python -m scripts.pack_model --recipe RECIPE"
 )
 
@@ -114,6 +120,21 @@ def _states(model: nn.Module, texts: Sequence[list[int]], drafts: Sequence[list[
 
 
 # ---------------------------------------------------------------------------- at loading
+
+
+def check_prompts(chat: Any, num_ids: int, context: int, document: Mapping[str, Any]) -> None:
+    """Renders the texts above again. SelfCheckError when template or tokenizer make other ids of one.
+
+    An engine takes ids: `check` cannot see it. The texts are part of the format, who changes them raises FORMAT.
+    """
+    # a template that writes today's date makes other ids tomorrow; and while it is packed, an archive has no drafts
+    if not document["drafts"] or "strftime_now" in str(chat.tokenizer.chat_template):
+        return
+    packed, (found, _) = [case["tokens"] for case in document["drafts"]], prompts(chat, num_ids, context)
+    if packed != found:
+        at = next(at for at in count() if packed[at : at + 1] != found[at : at + 1])
+        problem = f"prompt {at} is rendered otherwise than when it was packed"
+        raise SelfCheckError("self_check.json", problem, packed[at : at + 1], found[at : at + 1], FIX_TEXT)
 
 
 def check(engine: Any, document: Mapping[str, Any]) -> None:

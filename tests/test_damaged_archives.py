@@ -9,10 +9,10 @@ import os
 import pytest
 import torch
 import zstandard
-from archives import edit, refused, rewrite_weights, write_manifest
+from archives import edit, refused, rewrite_weights, sign, write_manifest
 
 from drafter import streams
-from drafter.archive import stream_specs
+from drafter.archive import check_tokenizer, stream_specs
 from drafter.streams import ArchiveError, ContentError, HashError, HashingReader, ManifestError, StreamError
 from model_io import load_model, verify
 
@@ -143,6 +143,7 @@ def test_manifests_that_lie(archive):
         ("config.json", lambda d: d.update(intermediate_size=128), "tensor"),
         ("config.json", lambda d: d.update(head_dim=10**9), "head_dim"),
         ("config.json", lambda d: d.update(num_labels=10**9), "num_labels"),
+        ("config.json", lambda d: d.update(adapter_merged=True), "adapter_merged"),  # LOR-3: it would count twice
         ("adapter.json", lambda d: d.update(size_bytes=float(d["size_bytes"])), "size_bytes"),  # was a TypeError
         ("adapter.json", lambda d: d.update(alpha=10**400), "two finite floats"),  # was an OverflowError
         ("quantization.json", lambda d: d.update(block_size=64.0), "block_size"),
@@ -238,6 +239,67 @@ def test_names_are_held_against_the_config_without_a_model(archive):
     edit(archive, "quantization.json", lambda d: d.update(tensors=tensors))
     rewrite_weights(archive, rename)
     refused(archive, ContentError, "tensor model.(norm|form).weight")
+
+
+TOKENIZERS = {
+    "characters of no map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "a trie of nothing": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAAAAA="}},
+    "no token for the unknown": {"model": {"type": "WordLevel", "unk_token": "zz", "vocab": {"a": 0}}},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizers_that_make_their_library_panic(archive, name):
+    """A panic in Rust reaches Python as no Exception: it went past `except Exception` in load_model() and in the
+    server's worker, which then was loading for ever. Other tokenizers loaded, and failed at the first text."""
+    edit(archive, "tokenizer.json", lambda document: document.update(TOKENIZERS[name]))
+    verify(archive)  # its bytes are as listed, and nothing else of it is looked at
+    with pytest.raises(ContentError, match="tokenizer.json.*Next: "):
+        load_model(archive)
+
+
+def test_tokenizers_that_make_their_library_end_the_process(archive):
+    """Found by fuzzing: a merge is cut at the length of a prefix, here inside a letter of two bytes; the panic cannot
+    be told to Python, and the process is aborted. It must be refused before the library sees it."""
+    path = archive / "tokenizer.json"
+    good = json.loads(path.read_text())
+    model = {"type": "BPE", "vocab": {"a": 0, "\u00e9": 1}, "merges": [["a", "\u00e9"]]}
+    text = json.dumps({**good, "model": {**model, "continuing_subword_prefix": "a"}})
+    for evil in (text, text.replace("_prefix", "\\u005fprefix"), text.replace("g_prefix", "g_prefi\\u0078")):
+        for spaced in (evil, evil.replace('": "a"', '"\t : \n"a"')):
+            path.write_text(spaced)
+            sign(archive)
+            refused(archive, ContentError, "tokenizer.json: (continuing_subword_prefix|letters spelled as escapes)")
+    for sound in ('""', "null"):  # as it is written by the library
+        check_tokenizer(b'{"continuing_subword_prefix": %s, "vocab": {"\\\\u0061": 0, "\\u00e9": 1}}' % sound.encode())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_load_is_no_fault_of_the_archive(archive, error, monkeypatch):
+    def stopped(*_, **__):
+        raise error
+
+    monkeypatch.setattr("model_io.Chat.load", stopped)
+    with pytest.raises(error):
+        load_model(archive)
+
+
+def test_no_model_is_made_of_a_refused_archive(archive, monkeypatch):
+    """PCK-5: faults of the list, a document, a stream and the adapter are found before there is a model."""
+
+    def forbidden(*_):
+        raise AssertionError("a model was made")
+
+    monkeypatch.setattr("model_io.meta_model", forbidden)
+    with pytest.raises(AssertionError, match="a model was made"):
+        load_model(archive)
+    for path in sorted(archive.iterdir()):
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+        with pytest.raises(ArchiveError):
+            load_model(archive)
+        path.write_bytes(data)
 
 
 def test_tensors_that_do_not_fit(archive):

@@ -1,7 +1,7 @@
 """Random damage to the small archive: verify() and load_model() answer with an ArchiveError, or accept; nothing else.
 
-Bytes of the streams, documents, manifests and whole folders are mutated, under hashes that fit or not. By default each
-kind runs some dozens of fixed examples; with --slow each runs new ones for its share of ten minutes.
+Bytes of the streams, documents, tokenizers, manifests and whole folders are mutated, under hashes that fit or not. By
+default each kind runs some dozens of fixed examples; with --slow each runs new ones for two minutes.
 
 FUZZ_SECONDS=60 python -m pytest -m slow tests/test_fuzz_archive.py     # each kind for 60 seconds
 """
@@ -148,6 +148,11 @@ def load_too(folder) -> None:
     load_model(folder)
 
 
+def load_and_render(folder) -> None:
+    verify(folder)
+    load_model(folder).chat.render([{"role": "user", "content": "Write one sentence."}])
+
+
 class Fuzz:
     """Runs a property for a fixed number of examples, or anew until its time is up."""
 
@@ -216,6 +221,77 @@ DOCUMENTS = (
     "config.json", "generation.json", "quantization.json", "copy_policy.json", "architecture.json", "self_check.json",
     "adapter.json", "tokenizer_config.json", "tokenizer.json",
 )  # fmt: skip
+
+
+# Parts of a tokenizer.json, of each kind that the library knows: damage to one of a kind never makes one of another.
+lengths = st.sampled_from([0, 1, 2, 64, 1 << 32])
+words = st.sampled_from(["", "a", "##", "\u00e9", "zz", "<|im_end|>"])
+patterns = st.fixed_dictionaries({"Regex": st.sampled_from(["", ".", "a", "(", "[a-z]+|."])})
+flags = st.booleans()
+
+
+def part(kind: str, **fields: st.SearchStrategy) -> st.SearchStrategy:
+    return st.fixed_dictionaries({"type": st.just(kind), **fields})
+
+
+behaviors = st.sampled_from(["Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous", "No"])
+vocabularies = st.dictionaries(words | st.sampled_from("abcdefgh"), st.integers(0, 70), max_size=8)
+scored = st.lists(st.tuples(words, st.floats()), max_size=5)
+PARTS = {
+    "normalizer": st.one_of(
+        part("Precompiled", precompiled_charsmap=st.sampled_from(["", "AAAAAAAAAAA=", "BAAAAP////9hAA==", "?"])),
+        part("Replace", pattern=patterns, content=words),
+        part("Prepend", prepend=words),
+        part("Strip", strip_left=flags, strip_right=flags),
+        *(part(kind) for kind in ("NFC", "NFKD", "Lowercase", "StripAccents", "Nmt", "ByteLevel")),
+    ),
+    "pre_tokenizer": st.one_of(
+        part("Split", pattern=patterns, behavior=behaviors, invert=flags),
+        part("Metaspace", replacement=words, prepend_scheme=st.sampled_from(["always", "never", "first"]), split=flags),
+        part("ByteLevel", add_prefix_space=flags, trim_offsets=flags, use_regex=flags),
+        part("FixedLength", length=lengths),
+        part("Digits", individual_digits=flags),
+        *(part(kind) for kind in ("Whitespace", "BertPreTokenizer", "UnicodeScripts")),
+    ),
+    "post_processor": st.one_of(
+        part("RobertaProcessing", sep=st.tuples(words, lengths), cls=st.tuples(words, lengths), trim_offsets=flags,
+             add_prefix_space=flags),
+        part("TemplateProcessing", single=st.just([{"SpecialToken": {"id": "zz", "type_id": 0}}]), pair=st.just([]),
+             special_tokens=st.sampled_from([{}, {"zz": {"id": "zz", "ids": [], "tokens": ["zz"]}}])),
+    ),
+    "decoder": st.one_of(
+        part("Strip", content=words, start=lengths, stop=lengths),
+        part("BPEDecoder", suffix=words),
+        part("CTC", pad_token=words, word_delimiter_token=words, cleanup=flags),
+        part("ByteFallback"),
+    ),
+    "model": st.one_of(
+        part("BPE", vocab=vocabularies, merges=st.lists(st.tuples(words, words), max_size=3), unk_token=words,
+             continuing_subword_prefix=words, end_of_word_suffix=words, dropout=st.none() | st.floats(),
+             byte_fallback=flags),
+        part("WordPiece", vocab=vocabularies, unk_token=words, continuing_subword_prefix=words,
+             max_input_chars_per_word=lengths),
+        part("WordLevel", vocab=vocabularies, unk_token=words),
+        part("Unigram", vocab=scored, unk_id=st.none() | lengths, byte_fallback=flags),
+    ),
+}  # fmt: skip
+
+
+@both
+def test_tokenizers(fuzz, slow):
+    """Parts of other tokenizers, with the vocabulary of this one or another; each is loaded and renders a text."""
+    bench = fuzz.bench
+    original = json.loads(bench.original["tokenizer.json"])
+    case = st.fixed_dictionaries({}, optional=PARTS).filter(len)
+    own_ids = st.booleans()
+
+    def body(case):
+        parts, keep_vocabulary = case
+        if keep_vocabulary and parts.get("model", {}).get("type") in ("BPE", "WordPiece", "WordLevel"):
+            parts = {**parts, "model": {**parts["model"], "vocab": original["model"]["vocab"]}}
+        bench.attempt(bench.signed({"tokenizer.json": text({**original, **parts})}), load_and_render)
+
+    fuzz.run("tokenizers", st.tuples(case, own_ids), body, slow)
 
 
 @both

@@ -66,6 +66,30 @@ def test_round_trip_in_both_forms(family, storage, tokenizer_dir, tmp_path):
     assert all(torch.equal(low[name], tensor.bfloat16()) for name, tensor in expected.items()), "cast once, at the end"
 
 
+@pytest.mark.parametrize("alpha", [64.0, 16.0])
+def test_strength_of_a_packed_adapter(alpha, tokenizer_dir, tmp_path):
+    """LOR-1: the scale was dropped at load and made up by another rule.
+
+    (alpha / 32) B A x, written out in fp64 from the stored tensors; with alpha = rank every wrong rule would do.
+    """
+    model, name = random_model("qwen3"), "model.layers.1.mlp.up_proj"
+    pack(model, tmp_path / "base", tokenizer_dir)
+    adapter = random_adapter(model, tmp_path / "base", rank=32, alpha=alpha)
+    pack_adapter(tmp_path / "model", base_dir=tmp_path / "base", adapter=adapter)
+    stored = load_safetensors(lzma.decompress((tmp_path / "model" / "adapter.safetensors.xz").read_bytes()))
+    a, b = (stored[f"{name}.{part}"].double() for part in ("lora_A", "lora_B"))
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(2)) * 0.1
+    expected = (alpha / 32) * (x.double() @ a.T @ b.T)
+    assert float(expected.abs().max()) > 0.01, "ten thousand times the bound below: any other factor is seen"
+    for form in ("packed", "merged"):
+        with torch.no_grad():
+            base, beside = (
+                load_model(tmp_path / folder, form, torch.float32).model.get_submodule(name)(x).double()
+                for folder in ("base", "model")
+            )
+        assert float((beside - base - expected).abs().max()) < 1e-6, form
+
+
 def test_what_a_loaded_model_knows(packed):
     loaded = load_model(packed[0] / "model")
     assert (loaded.stop_ids, loaded.num_ids, loaded.context) == (frozenset({256, 258}), 261, 64)

@@ -181,7 +181,7 @@ def test_codes_and_values_of_bitsandbytes():
 # ---------------------------------------------------------------------------- ends of the range
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e5, 3.3e38])
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1.0, 1e5, 3.3e38, torch.finfo(torch.float32).max])
 def test_scales_survive_a_round_trip(size):
     """QNT-5: scales were clamped to a coarse minimum, or came back as the other 16-bit type."""
     weight = torch.rand(2, 64, generator=torch.Generator().manual_seed(5)) * size
@@ -215,6 +215,8 @@ def test_given_scales_are_checked(value):
             use(weight, scales, name="gate")
         with pytest.raises(ValueError, match="float32"):
             use(weight, torch.ones(2), name="gate")
+        with pytest.raises(ValueError, match="float16"):  # QNT-5: read back as the wrong 16-bit type
+            use(weight, torch.ones(2).half(), name="gate")
         with pytest.raises(ValueError, match=r"\[3\]"):
             use(weight, torch.ones(3).bfloat16(), name="gate")
 

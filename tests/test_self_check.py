@@ -162,6 +162,56 @@ def test_settings_of_the_arithmetic_signed_again(folder, tmp_path):
             DraftEngine(load_model(tmp_path / "model", "packed"))
 
 
+def retemplated(document):
+    document["chat_template"] = document["chat_template"].replace("{{", "{{ ' ' + ", 1)
+
+
+def swapped(document):
+    vocabulary = document["model"]["vocab"]
+    vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", retemplated),
+        ("tokenizer.json", swapped),
+        ("tokenizer.json", lambda document: document.update(normalizer={"type": "Lowercase"})),
+    ],
+)
+def test_a_text_that_is_rendered_otherwise(folder, tmp_path, file, change):
+    """The drafts are kept as ids, so that another template or tokenizer drafted as before and was not seen: each
+    request was then answered for another text than its client had rendered."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    edit(tmp_path / "model", file, change)
+    verify(tmp_path / "model")
+    for form in ("packed", "merged"):
+        with pytest.raises(SelfCheckError, match=r"prompt \d is rendered otherwise.*requirements-serve.txt"):
+            load_model(tmp_path / "model", form)
+
+
+def test_a_template_that_writes_the_date_is_not_held_to_it(folder, tmp_path):
+    """Llama 3.2's writes today's date: sound archives of it would be refused from the day after they were packed."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+
+    def dated(document):
+        document["chat_template"] = "{{ strftime_now('%d %b %Y') }}" + document["chat_template"]
+
+    edit(tmp_path / "model", "tokenizer_config.json", dated)
+    DraftEngine(load_model(tmp_path / "model", "packed"))
+
+
+def test_every_engine_checks_before_it_drafts(folder):
+    """`server.py --engine transformers` served what it had not checked."""
+    for form, engine in (("packed", DraftEngine), ("merged", TransformersEngine)):
+        loaded = load_model(folder / "model", form, torch.float32)
+        case = loaded.self_check["drafts"][0]
+        sure = next(at for at, gap in enumerate(case["gaps"]) if gap > loaded.self_check["margin"])
+        case["draft"][sure] += 1
+        with pytest.raises(SelfCheckError, match="prompt 0"):
+            engine(loaded)
+
+
 def test_a_kernel_that_reads_a_matrix_the_wrong_way_round(folder):
     loaded = load_model(folder / "model", "merged", torch.float32)
     weight = loaded.model.model.layers[1].self_attn.q_proj.weight  # [64, 64]: transposed, it fits

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from archives import PEAKS, Bench, manifest, peak_memory, write_manifest
+from archives import PEAKS, Bench, manifest, peak_memory, small_archive, write_manifest
 
 from drafter import streams
 from drafter.archive import adapter_metadata, adapter_specs, document_bytes, stream_specs
@@ -104,6 +104,25 @@ def test_every_truncation_signed_again(bench, full):
         assert error is not None or json.loads(shorter) == json.loads(bench.original[name]), (name, length)
     assert bench.outcomes["accepted"] <= len(names)
     bench.report("a file cut, signed again")
+
+
+@both
+def test_every_byte_of_mapped_weights(full, tmp_path):
+    """weights.safetensors is mapped, by another function than the one that reads streams: each byte changed and each
+    length, under the manifest as it was and under one that fits."""
+    small_archive(tmp_path, storage="plain")
+    (tmp_path / "work").mkdir()
+    bench, name = Bench(tmp_path / "model", tmp_path / "work"), "weights.safetensors"
+    data = bench.original[name]
+    places = sampled(list(range(len(data))), SAMPLE // 4, full)
+    for at in places:
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        for other in (bytes(changed), data[:at], data + data[: at + 1]):
+            bench.refused({name: other}, (name, at, len(other)))
+            bench.refused(bench.signed({name: other}), (name, at, len(other)))
+    assert bench.outcomes.total() == 6 * len(places)
+    bench.report("mapped weights: a byte changed, cut, added to; also signed again")
 
 
 def test_bytes_behind_the_end(bench):
@@ -210,7 +229,7 @@ HARMLESS = {
     ("quantization.json", "source"): "names the checkpoint; the packer compares it with phase_log before it packs",
     ("self_check.json", "margin"): "a witness of drafts, not a lock: wider or narrower, each engine still drafts alike",
     ("self_check.json", "drafts"): "likewise; wrong drafts are refused when an engine drafts otherwise",
-    ("tokenizer_config.json",): "the tokenizers library's; the loader holds ids, template and switch against the rest",
+    ("tokenizer_config.json",): "the loader holds ids, thinking switch and rendered texts against the rest",
 }
 # What decides the arithmetic of the same tensors, and fits them all: the engine's self-check is there for it.
 ARITHMETIC = {
@@ -219,7 +238,7 @@ ARITHMETIC = {
 }
 # What transformers does not use to compute, or what another document decides.
 UNUSED = {
-    *("architectures", "dtype", "torch_dtype", "initializer_range", "use_cache", "adapter_merged", "pretraining_tp"),
+    *("architectures", "dtype", "torch_dtype", "initializer_range", "use_cache", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "attention_bias"),
 }
 
