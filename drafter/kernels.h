@@ -157,40 +157,52 @@ static inline __m512 two_scales(const uint16_t *scales, int blocks) {
     return _mm512_castsi512_ps(bits);
 }
 
-/* y[n] = row . x[n] for M tokens: 4 look-ups and 4 M products for 128 weights */
-static inline __attribute__((always_inline)) void nf4_row(const Matrix *w, int r, const Input *x, int first, const int M,
-                                                          float *y, int ldy, __m512i lut) {
+/* y[n] = row . x[n] for R rows and M tokens: 4 R look-ups, 4 R M products and R M sums for 128 columns. Two rows share
+ * what is loaded of x: 6 tokens of 6,144 columns are 72 KB, and loads from the second cache take longer than products. */
+static inline __attribute__((always_inline)) void nf4_tile(const Matrix *w, int r, const int R, const Input *x, int first,
+                                                           const int M, float *y, int ldy, __m512i lut) {
     const int cols = w->cols, whole = cols / 128 * 128;
     const uint8_t *codes = w->codes + (size_t)r * cols / 2;
-    const uint16_t *scales = w->scales + (size_t)r * cols / 64;
-    const uint16_t *in[M];
-    __m512 sum[M];
-    for (int m = 0; m < M; m++) sum[m] = _mm512_setzero_ps(), in[m] = input_row(x, first + m);
-#define CHUNK(VECTOR, BLOCKS)                                                                  \
-    {                                                                                          \
-        __m512i v = VECTOR;                                                                    \
-        __m512i w0 = _mm512_permutexvar_epi16(v, lut);                                         \
-        __m512i w1 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), lut);                   \
-        __m512i w2 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), lut);                   \
-        __m512i w3 = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), lut);                  \
-        __m512 scale = two_scales(scales + k / 64, BLOCKS);                                    \
-        for (int m = 0; m < M; m++) {                                                          \
-            const uint16_t *p = in[m] + k;                                                     \
-            __m512 a = dot(_mm512_setzero_ps(), w0, _mm512_loadu_si512(p));                    \
-            __m512 b = dot(_mm512_setzero_ps(), w1, _mm512_loadu_si512(p + 32));               \
-            a = dot(a, w2, _mm512_loadu_si512(p + 64));                                        \
-            b = dot(b, w3, _mm512_loadu_si512(p + 96));                                        \
-            sum[m] = _mm512_fmadd_ps(_mm512_add_ps(a, b), scale, sum[m]);                      \
-        }                                                                                      \
+    const uint16_t *scales = w->scales + (size_t)r * cols / 64, *in = input_row(x, first);
+    const size_t next_codes = (size_t)cols / 2, next_scales = (size_t)cols / 64, next = (size_t)x->width;
+    __m512 sum[2][6]; /* arrays of a length that the compiler knows: it keeps no other in registers */
+    for (int i = 0; i < R; i++)
+        for (int m = 0; m < M; m++) sum[i][m] = _mm512_setzero_ps();
+#define CHUNK(VECTOR, BLOCKS)                                                                     \
+    {                                                                                             \
+        __m512i w0[2], w1[2], w2[2], w3[2];                                                       \
+        __m512 scale[2];                                                                          \
+        for (int i = 0; i < R; i++) {                                                             \
+            const uint8_t *at = codes + i * next_codes + k / 2;                                   \
+            __m512i v = VECTOR;                                                                   \
+            w0[i] = _mm512_permutexvar_epi16(v, lut);                                             \
+            w1[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), lut);                       \
+            w2[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), lut);                       \
+            w3[i] = _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), lut);                      \
+            scale[i] = two_scales(scales + i * next_scales + k / 64, BLOCKS);                     \
+        }                                                                                         \
+        for (int m = 0; m < M; m++) {                                                             \
+            const uint16_t *p = in + m * next + k;                                                \
+            __m512i x0 = _mm512_loadu_si512(p), x1 = _mm512_loadu_si512(p + 32);                  \
+            __m512i x2 = _mm512_loadu_si512(p + 64), x3 = _mm512_loadu_si512(p + 96);             \
+            __asm__("" : "+v"(x0), "+v"(x1), "+v"(x2), "+v"(x3)); /* loaded once for both rows */ \
+            for (int i = 0; i < R; i++) {                                                         \
+                __m512 a = dot(dot(_mm512_setzero_ps(), w0[i], x0), w1[i], x1);                   \
+                a = dot(dot(a, w2[i], x2), w3[i], x3);                                            \
+                sum[i][m] = _mm512_fmadd_ps(a, scale[i], sum[i][m]);                              \
+            }                                                                                     \
+        }                                                                                         \
     }
     int k = 0;
     for (; k < whole; k += 128) {
-        _mm_prefetch((const char *)codes + k / 2 + 4096, _MM_HINT_T0); /* 4 KB ahead: a row or more of any matrix */
-        CHUNK(_mm512_loadu_si512(codes + k / 2), 2)
+        for (int i = 0; i < R; i++) /* 4 KB ahead: a row or more of any matrix */
+            _mm_prefetch((const char *)codes + i * next_codes + k / 2 + 4096, _MM_HINT_T0);
+        CHUNK(_mm512_loadu_si512(at), 2)
     }
-    if (whole < cols) CHUNK(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)(codes + k / 2))), 1)
+    if (whole < cols) CHUNK(_mm512_castsi256_si512(_mm256_loadu_si256((const void *)at)), 1)
 #undef CHUNK
-    for (int m = 0; m < M; m++) y[(size_t)m * ldy] = _mm512_reduce_add_ps(sum[m]) * (1 / LUT_SCALE);
+    for (int m = 0; m < M; m++)
+        for (int i = 0; i < R; i++) y[(size_t)m * ldy + i] = _mm512_reduce_add_ps(sum[i][m]) * (1 / LUT_SCALE);
 }
 
 /* One row's weights as bf16(level * scale), what a merged model holds, in code order */
@@ -233,8 +245,8 @@ static inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
 static inline __attribute__((always_inline)) void dense_tile(const uint16_t *w, size_t ldw, int cols, const Input *x,
                                                              int first, const int M, float *y, int ldy) {
     const int whole = cols / 32 * 32;
-    const uint16_t *in[M];
-    __m512 sum[M][4];
+    const uint16_t *in[6];
+    __m512 sum[6][4];
     for (int m = 0; m < M; m++) {
         in[m] = input_row(x, first + m);
         for (int i = 0; i < 4; i++) sum[m][i] = _mm512_setzero_ps();
@@ -326,22 +338,20 @@ static void nf4_rows(const Matrix *w, const Input *x, int tokens, int r0, int r1
         return;
     }
     const __m512i lut = nf4_lut();
-    for (int first = r0; first < r1; first += 16) /* 16 rows stay in the cache for a second pass of 8 tokens */
-        for (int n = 0; n < tokens; n += 8) {
-            const int M = tokens - n < 8 ? tokens - n : 8;
-            for (int r = first; r < r1 && r < first + 16; r++) {
-                float *out = y + (size_t)n * ldy + (r - r0);
-                switch (M) {
-                case 8: nf4_row(w, r, x, n, 8, out, ldy, lut); break;
-                case 7: nf4_row(w, r, x, n, 7, out, ldy, lut); break;
-                case 6: nf4_row(w, r, x, n, 6, out, ldy, lut); break;
-                case 5: nf4_row(w, r, x, n, 5, out, ldy, lut); break;
-                case 4: nf4_row(w, r, x, n, 4, out, ldy, lut); break;
-                case 3: nf4_row(w, r, x, n, 3, out, ldy, lut); break;
-                case 2: nf4_row(w, r, x, n, 2, out, ldy, lut); break;
-                default: nf4_row(w, r, x, n, 1, out, ldy, lut);
-                }
-            }
+    const int passes = (tokens + 5) / 6; /* of up to 6 tokens: 12 sums, 8 look-ups, 4 of x and 2 scales fill the registers */
+    for (int first = r0; first < r1; first += 16) /* 16 rows stay in the cache for the next pass */
+        for (int n = 0, pass = 0, M; pass < passes; n += M, pass++) {
+            M = (tokens - n + passes - pass - 1) / (passes - pass);
+            const int end = first + 16 < r1 ? first + 16 : r1;
+            float *out = y + (size_t)n * ldy - r0;
+            int r = first;
+#define TILES(M)                                                                         \
+    case M:                                                                              \
+        for (; r + 2 <= end; r += 2) nf4_tile(w, r, 2, x, n, M, out + r, ldy, lut);      \
+        for (; r < end; r++) nf4_tile(w, r, 1, x, n, M, out + r, ldy, lut);              \
+        break;
+            switch (M) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) }
+#undef TILES
         }
 }
 
@@ -368,44 +378,84 @@ static void store_fixed(Fixed *x, int n, const float *from, int cols) {
     x->step[n] = step, x->offset[n] = 128 * total;
 }
 
-/* logits of M tokens for one row: u8 x s8 products of VNNI; codes + 128 are unsigned (an exclusive or) */
-static inline __attribute__((always_inline)) void int8_row(const Matrix *w, int r, const Fixed *x, int first, const int M,
-                                                           float *y, size_t ldy) {
-    const int cols = w->cols;
-    const uint8_t *codes = w->codes + (size_t)r * cols;
+/* 128 high + low - offset of four tokens, from their registers: 64 bits, as 128 high may not fit in 32 */
+static inline __m256i whole_sums(const __m512i *high, const __m512i *low, const int64_t *offset) {
+    __m256i sums[2];
+    for (int half = 0; half < 2; half++) {
+        const __m512i *v = half ? low : high;
+        __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+        __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+        __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+        __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+        sums[half] = _mm256_cvtepi32_epi64(four);
+    }
+    const __m256i sum = _mm256_add_epi64(_mm256_slli_epi64(sums[0], 7), sums[1]);
+    return _mm256_sub_epi64(sum, _mm256_loadu_si256((const void *)offset));
+}
+
+/* logits of 4 tokens (or 1) for R rows of the table, codes[i]: u8 x s8 products of VNNI; codes + 128 are unsigned (an
+ * exclusive or). Sums are whole numbers, so their order does not matter. */
+static inline __attribute__((always_inline)) void int8_tile(const uint8_t *const *codes, const float *scales, const int R,
+                                                            int cols, const Fixed *x, int first, const int M, float *y,
+                                                            size_t ldy) {
     const __m512i flip = _mm512_set1_epi8((char)0x80);
-    __m512i high[M], low[M];
-    for (int m = 0; m < M; m++) high[m] = low[m] = _mm512_setzero_si512();
+    __m512i high[2][4], low[2][4];
+    for (int i = 0; i < R; i++)
+        for (int m = 0; m < 4; m++) high[i][m] = low[i][m] = _mm512_setzero_si512();
+    const int8_t *at_high = x->high + (size_t)first * x->width, *at_low = x->low + (size_t)first * x->width;
+    const size_t next = (size_t)x->width;
+#define STEP(LOAD)                                                                                 \
+    {                                                                                              \
+        __m512i code[2];                                                                           \
+        for (int i = 0; i < R; i++) code[i] = _mm512_xor_si512(LOAD, flip);                        \
+        for (int m = 0; m < M; m++) {                                                              \
+            __m512i h = _mm512_loadu_si512(at_high + m * next + k);                                \
+            __m512i l = _mm512_loadu_si512(at_low + m * next + k);                                 \
+            __asm__("" : "+v"(h), "+v"(l)); /* loaded once for both rows */                        \
+            for (int i = 0; i < R; i++) {                                                          \
+                high[i][m] = _mm512_dpbusd_epi32(high[i][m], code[i], h);                          \
+                low[i][m] = _mm512_dpbusd_epi32(low[i][m], code[i], l);                            \
+            }                                                                                      \
+        }                                                                                          \
+    }
     int k = 0;
     for (; k + 64 <= cols; k += 64) {
-        _mm_prefetch((const char *)codes + k + 4096, _MM_HINT_T0);
-        __m512i code = _mm512_xor_si512(_mm512_loadu_si512(codes + k), flip);
-        for (int m = 0; m < M; m++) {
-            const size_t at = (size_t)(first + m) * x->width + k;
-            high[m] = _mm512_dpbusd_epi32(high[m], code, _mm512_loadu_si512(x->high + at));
-            low[m] = _mm512_dpbusd_epi32(low[m], code, _mm512_loadu_si512(x->low + at));
-        }
+        for (int i = 0; i < R; i++) _mm_prefetch((const char *)codes[i] + k + 4096, _MM_HINT_T0);
+        STEP(_mm512_loadu_si512(codes[i] + k))
     }
-    if (k < cols) {
-        __m512i code = _mm512_xor_si512(_mm512_maskz_loadu_epi8((1ull << (cols - k)) - 1, codes + k), flip);
-        for (int m = 0; m < M; m++) { /* x is 0 behind the last column */
-            const size_t at = (size_t)(first + m) * x->width + k;
-            high[m] = _mm512_dpbusd_epi32(high[m], code, _mm512_loadu_si512(x->high + at));
-            low[m] = _mm512_dpbusd_epi32(low[m], code, _mm512_loadu_si512(x->low + at));
-        }
-    }
-    const float scale = from_bf16(w->scales[r]);
-    for (int m = 0; m < M; m++) {
-        int64_t sum = 128 * (int64_t)_mm512_reduce_add_epi32(high[m]) + _mm512_reduce_add_epi32(low[m]);
-        y[(size_t)m * ldy] = (float)(sum - x->offset[first + m]) * (x->step[first + m] * scale);
+    if (k < cols) STEP(_mm512_maskz_loadu_epi8((1ull << (cols - k)) - 1, codes[i] + k)) /* x is 0 behind the end */
+#undef STEP
+    for (int i = 0; i < R; i++) {
+        float value[4];
+        int64_t offset[4] = {0};
+        for (int m = 0; m < M; m++) offset[m] = x->offset[first + m];
+        _mm_storeu_ps(value, _mm256_cvtepi64_ps(whole_sums(high[i], low[i], offset)));
+        for (int m = 0; m < M; m++) y[(size_t)m * ldy + i] = value[m] * (x->step[first + m] * scales[i]);
     }
 }
 
-static void int8_row_all(const Matrix *w, int r, const Fixed *x, int tokens, float *y, size_t ldy) {
-    int n = 0;
-    for (; n + 8 <= tokens; n += 8) int8_row(w, r, x, n, 8, y + n * ldy, ldy);
-    for (; n + 4 <= tokens; n += 4) int8_row(w, r, x, n, 4, y + n * ldy, ldy);
-    for (; n < tokens; n++) int8_row(w, r, x, n, 1, y + n * ldy, ldy);
+/* y[n, i] for all tokens and `count` rows of the table; `rows` names them, or they are first, first + 1, .. */
+static void int8_rows(const Matrix *w, const int32_t *rows, int first, int count, const Fixed *x, int tokens, float *y,
+                      size_t ldy) {
+    for (int i = 0; i < count; i += 2) {
+        const int R = count - i < 2 ? 1 : 2;
+        const uint8_t *codes[2] = {0};
+        float scales[2] = {0};
+        for (int j = 0; j < R; j++) {
+            const int id = rows ? rows[i + j] : first + i + j;
+            codes[j] = w->codes + (size_t)id * w->cols, scales[j] = from_bf16(w->scales[id]);
+        }
+        for (int n = 0; n < tokens;) {
+            float *out = y + (size_t)n * ldy + i;
+            const int M = tokens - n < 4 ? 1 : 4;
+            if (R == 2 && M == 4) int8_tile(codes, scales, 2, w->cols, x, n, 4, out, ldy);
+            else if (R == 2) int8_tile(codes, scales, 2, w->cols, x, n, 1, out, ldy);
+            else if (M == 4) int8_tile(codes, scales, 1, w->cols, x, n, 4, out, ldy);
+            else int8_tile(codes, scales, 1, w->cols, x, n, 1, out, ldy);
+            n += M;
+        }
+    }
 }
 
 /* ---------------------------------------------------------------------------- without it */
@@ -471,10 +521,14 @@ static void dense_rows(const uint16_t *w, size_t ldw, int cols, const Input *x, 
     }
 }
 
-static void int8_row_all(const Matrix *w, int r, const Input *x, int tokens, float *y, size_t ldy) {
+static void int8_rows(const Matrix *w, const int32_t *rows, int first, int count, const Input *x, int tokens, float *y,
+                      size_t ldy) {
     float row[w->cols];
-    for (int k = 0; k < w->cols; k++) row[k] = (float)(int8_t)w->codes[(size_t)r * w->cols + k];
-    for (int n = 0; n < tokens; n++)
-        y[n * ldy] = dense_dot(row, input_row(x, n), w->cols) * from_bf16(w->scales[r]);
+    for (int i = 0; i < count; i++) {
+        const int id = rows ? rows[i] : first + i;
+        for (int k = 0; k < w->cols; k++) row[k] = (float)(int8_t)w->codes[(size_t)id * w->cols + k];
+        for (int n = 0; n < tokens; n++)
+            y[n * ldy + i] = dense_dot(row, input_row(x, n), w->cols) * from_bf16(w->scales[id]);
+    }
 }
 #endif
