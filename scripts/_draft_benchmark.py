@@ -92,13 +92,17 @@ def own_runner(decoder: Decoder, kernel: str, slots: int) -> Runner:
     return run
 
 
+def give_whole_rows(model: Any) -> None:
+    """generate() hands the head a slice of the prompts' states; with several rows PyTorch's CPU path then copies the
+    whole table for each of them: 50 s for 16 prompts of 100 tokens at the 1.7B shape. Not what is compared here."""
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+
+
 def transformers_runner(model: Any) -> Runner:
     """`generate` as its users call it: greedy, with its cache, no mask needed for prompts of one length."""
     from transformers import StoppingCriteria
 
-    # generate() hands the head a slice of the prompts' states; with several rows PyTorch's CPU path then copies the
-    # whole table for each of them: 50 s for 16 prompts of 100 tokens at the 1.7B shape. Not what is compared here.
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
+    give_whole_rows(model)
 
     class Clock(StoppingCriteria):
         """Notes when each token is there."""

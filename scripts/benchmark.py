@@ -2,6 +2,8 @@
 
     python -m scripts.benchmark load                    # the archive in model/: each stage, whole loads, peak memory
     python -m scripts.benchmark load --qwen3-1.7b runs/benchmark/qwen3-1.7b --record
+    python -m scripts.benchmark draft                   # a decode step and a prefill of every engine
+    python -m scripts.benchmark teacher                 # tokens a second of the decoders that answer prompts
 
 Times are medians of rounds that go through everything in turn, with the least and the most; other work on the machine
 shows between the two.
@@ -190,6 +192,25 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
     return {**document, **machine_rates, "ratios": ratios(rows)}
 
 
+# ---------------------------------------------------------------------------- teacher
+
+
+def run_teacher(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    from drafter.recipe import load_recipe
+    from scripts._teacher_benchmark import measure
+
+    print(machine_line())
+    with progress_bar(3, "teacher", " decoders", delay=10) as bar:
+        rows = measure(load_recipe(args.recipe), args.prompts, bar.update)
+    print(f"\n{'decoder':<14} {'batch':>5} {'top-K':>5} {'tokens':>8} {'seconds':>8} {'tokens/s':>9}")
+    for row in rows:
+        counts = f"{row['batch']:>5} {row['top_k']:>5} {row['generated_tokens']:>8,}"
+        print(f"{row['decoder']:<14} {counts} {row['seconds']:>8.1f} {row['tokens_per_s']:>9.0f}")
+    document = finish("teacher", rows, command, args.record)
+    own = rows[-1]["tokens_per_s"]
+    return {**document, "own_over": {row["decoder"]: round(own / row["tokens_per_s"], 2) for row in rows[:-1]}}
+
+
 # ---------------------------------------------------------------------------- command line
 
 
@@ -218,6 +239,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda is not run yet")
     add("--record", action="store_true", help="write data/results/draft.json and refresh the README's table")
     draft.set_defaults(run=run_draft)
+    teacher = commands.add_parser("teacher", help="answers a second of generate_teacher's decoders and of generate()")
+    add = teacher.add_argument
+    add("--recipe", default="smollm2-quick", help="its prompts and teacher must be there (default smollm2-quick)")
+    add("--prompts", type=int, default=192, help="how many (default 192: three batches of 64)")
+    add("--record", action="store_true", help="write data/results/teacher.json and refresh the README's table")
+    teacher.set_defaults(run=run_teacher)
     args = parser.parse_args(argv)
     if getattr(args, "runs", 1) < 1:
         parser.error("--runs must be at least 1")

@@ -206,10 +206,6 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
             {"step": "all", "seconds": summary["elapsed_s"], "peak_memory_bytes": summary["peak_memory_bytes"]}
         )
         results.record(results.build("quickstart-cost", costs, ["bash", "scripts/quickstart.sh", recipe.name]))
-        if teacher["made"]:
-            rate = {"decoder": teacher["decoder"], "batch": recipe.generation.batch_size}
-            rate["tokens_per_s"] = teacher["tokens_per_s"]
-            results.record(results.build("teacher", [rate], ["bash", "scripts/quickstart.sh", recipe.name]))
     return {"step": "quickstart", "recipe": recipe.name, **summary, "rows": document["rows"]}
 
 
