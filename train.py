@@ -21,7 +21,6 @@ Dims: B rows, T tokens, N supervised positions, D hidden, V existing ids.
 
 import argparse
 import dataclasses
-import gc
 import json
 import math
 import shutil
@@ -40,6 +39,7 @@ from drafter.checkpoint import checked_weights
 from drafter.console import progress_bar, run_command
 from drafter.decoding import load_causal_lm, neutral_generation_config
 from drafter.losses import LossSums, distillation_loss
+from drafter.memory import give_back
 from drafter.mixing import collate, micro_batches, plan_steps, row_tokens
 from drafter.provenance import code_hash, run_record, sha256_file, sha256_json
 from drafter.recipe import PHASES, TRAIN_POOLS, Phase, Recipe, RunDocument, load_recipe, recipe_names
@@ -374,7 +374,7 @@ def train(recipe: Recipe, phase_name: str, device: str = "auto", resume: bool = 
             continue
         partial = recipe.run_dir / f"{phase.name}.partial" / "state.safetensors"
         entries.append(train_phase(run, phase, device, resume and (phase_name != "all" or partial.exists())))
-        gc.collect()  # a trainer holds its model and optimizer in cycles; the next phase needs their memory
+        give_back()  # the next phase needs the memory of this one's model and optimizer
     return entries
 
 

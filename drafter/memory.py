@@ -1,0 +1,28 @@
+"""What this process holds of the machine's memory: how much at most, and giving back what is free.
+
+glibc keeps freed blocks for itself; several phases in one process would each find the blocks of the one before in the
+wrong sizes, and the sum grows. `give_back` between phases keeps the peak at that of the largest.
+"""
+
+import contextlib
+import ctypes
+import gc
+from pathlib import Path
+
+
+def give_back() -> None:
+    """Collects cycles (a trainer holds its model and optimizer in some) and returns free pages to the system."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator returns pages by itself, or cannot
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def peak_bytes(start_again: bool = False) -> int | None:
+    """Largest resident set since the process began, or since `start_again`; None where Linux's files are missing."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        if start_again:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to what is resident now
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), None)
