@@ -252,14 +252,15 @@ class Server(uvicorn.Server):
         print(f"curl -s {url}/draft -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 
-def load_engine(model_dir: Path, dtype: str, threads: int | None, engine: str, kernel: str) -> Any:
+def load_engine(model_dir: Path, dtype: str, threads: int | None, engine: str, kernel: str, device: str) -> Any:
     # Imported here, on the worker thread: torch takes seconds to import, and /health answers meanwhile.
     from drafter.engine import DraftEngine, TransformersEngine
     from model_io import load_model
 
     if engine == "transformers":
         return TransformersEngine(load_model(model_dir, form="merged", dtype=dtype), threads=threads)
-    return DraftEngine(load_model(model_dir, form="packed", dtype=dtype), threads=threads, kernel=kernel)
+    loaded = load_model(model_dir, form="packed", dtype=dtype)
+    return DraftEngine(loaded, threads=threads, kernel=kernel, device=device)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -286,6 +287,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     engines, kernels = ("own", "transformers"), ("auto", "native", "plain")
     add("--engine", choices=engines, default=env("ENGINE", "own"), help="transformers: slower, to compare with")
     add("--kernel", choices=kernels, default=env("KERNEL", "auto"), help="of the own engine; plain needs no compiler")
+    add("--device", default=env("DEVICE", "cpu"), help="cpu, or cuda (of the own engine; not run on a GPU yet)")
     args = parser.parse_args(argv)
     for name in ("max_batch_size", "queue_limit", "deadline_s", "max_body_bytes", "threads"):
         if (value := getattr(args, name)) is not None and value <= 0:
@@ -324,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     app = create_app(
         engine_loader=functools.partial(
-            load_engine, args.model_dir, args.dtype, args.threads, args.engine, args.kernel
+            load_engine, args.model_dir, args.dtype, args.threads, args.engine, args.kernel, args.device
         ),
         settings=settings,
     )

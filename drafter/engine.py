@@ -97,12 +97,15 @@ class _Engine:
     def _decode(self, prompts: list[Sequence[int]], limits: list[int]) -> list[Decoded]:
         raise NotImplementedError
 
+    def _sizes_to_warm(self, batch_size: int) -> Sequence[int]:
+        return sorted({1, batch_size})
+
     def warm_up(self, batch_size: int) -> None:
         """Drafts once alone and once in a batch of `batch_size`, so that no client pays for first-use costs
         (kernel choice, thread pools, memory)."""
         k = min(16, self.context // 2)
         tokens = (self.example_tokens * self.context)[: min(256, self.context - k)]
-        for size in {1, batch_size}:
+        for size in self._sizes_to_warm(batch_size):
             self.draft([DraftRequest(tokens, k)] * size)
 
 
@@ -152,6 +155,10 @@ class DraftEngine(_Engine):
         if loaded.copy_policy["enabled"]:
             self.copy_policy = CopyPolicy(tuple(loaded.copy_policy["limits"]))
 
+    def _sizes_to_warm(self, batch_size):
+        """On a GPU each size has graphs of its own."""
+        return range(1, batch_size + 1) if self.forward.static_steps else super()._sizes_to_warm(batch_size)
+
     def _decode(self, prompts, limits):
         if len(prompts) > self.cache.slots:  # pages are taken as they are filled
             self.cache = None  # the old one first: what it held is in the prefix cache
@@ -165,10 +172,13 @@ def choose_forward(
 ) -> NativeForward | PlainForward:
     """The forward pass for this machine. `auto` takes the native one where it can be had, and says why not otherwise.
 
-    ValueError for an unknown kernel, or `native` where it cannot run (another dtype or device, shapes, no compiler).
+    ValueError for an unknown kernel, a device that is not there, or
+    `native` where it cannot run (another dtype or device, shapes, no compiler).
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be {', '.join(KERNELS)}, not {kernel!r}")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r}: PyTorch finds no GPU here; --device cpu")
     fits = device == "cpu" and dtype == torch.bfloat16
     if kernel == "plain" or (kernel == "auto" and not fits):
         return PlainForward(decoder, dtype=dtype, device=device)

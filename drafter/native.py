@@ -157,6 +157,7 @@ class NativeForward:
 
     name = "native"
     dtype = torch.bfloat16
+    static_steps = False
 
     def __init__(
         self,

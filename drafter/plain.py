@@ -3,7 +3,7 @@
 It is the oracle of the native kernels, what runs where there is no compiler or no fitting machine, and the pass for a
 GPU. Weights are merged (decoded, adapter added in fp32, cast once); q, k, v and gate, up are one product each. Few
 tokens on the CPU go through the 4-bit product of bitsandbytes where there is one. The residual stream and the norms are
-fp32.
+fp32. On a GPU a step of one token a slot runs over fixed buffers (drafter/graphs.py).
 
 Legend: N tokens, W wanted, B slots of a decode step, D hidden, H query heads, G key/value heads, E head width, V ids.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from drafter.decoder import Choice, Decoder, KeyValueCache, Layer, Matrix
 from drafter.decoding import top_k_logprobs, top_logits
+from drafter.graphs import StaticStep, span_of
 from drafter.library_kernels import FEW, nf4_product
 
 
@@ -67,6 +68,9 @@ class PlainForward:
     ):
         self.decoder, self.dtype, self.device = decoder, dtype, device
         self.max_tokens = max_tokens
+        self.static_steps = device.startswith("cuda")  # a test sets it on the CPU
+        self._steps: dict[tuple[int, int, int], StaticStep] = {}  # by rows, span and restricted head
+        self._steps_cache: KeyValueCache | None = None
         self.layers = [_Layer(layer, dtype, device) for layer in decoder.layers]
         self.table = decoder.embedding.weight().to(dtype).to(device)
         tied = decoder.head is decoder.embedding
@@ -93,17 +97,38 @@ class PlainForward:
         top_k: int = 0,
     ) -> Choice:
         """See NativeForward."""
-        at = [torch.tensor(list(values), device=self.device) for values in (tokens, slots, positions, wanted)]
-        states = self._forward(cache, *at)  # fp32 [W, D]
-        if not len(wanted):
-            return Choice([], [])
-        ids, gaps = self._choose(states, rows)
+        one_each = len(set(slots)) == len(slots)
+        if self.static_steps and one_each and len(wanted) == len(tokens):
+            states, ids, gaps = self._static_step(cache, tokens, slots, positions, rows)
+        else:
+            groups = self._groups(slots, positions)
+            at = [torch.tensor(list(values), device=self.device) for values in (tokens, slots, positions)]
+            states = self._forward(cache, *at, groups)[list(wanted)]  # fp32 [W, D]
+            if not len(wanted):
+                return Choice([], [])
+            ids, gaps = self._choose(states, rows)
         if own:
             ids, gaps = self._choose_among_own(states, ids, gaps, own)
         top = top_k_logprobs(states.to(self.dtype), self.head, top_k) if top_k else None
         return Choice(
             ids.tolist() if top is None else top[0][:, 0].tolist(), gaps.tolist(), states if hidden else None, top
         )
+
+    def _static_step(self, cache, tokens, slots, positions, rows) -> tuple[Tensor, Tensor, Tensor]:
+        """States, ids and gaps of a token a slot, in the order of `tokens`, as they are always wanted."""
+        if self._steps_cache is not cache:  # its addresses are in the graphs
+            self._steps.clear()
+            self._steps_cache = cache
+        span = span_of(positions, cache.length)
+        key = (len(tokens), span, id(rows))
+
+        def run(tokens: Tensor, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            states = self._forward(cache, tokens, slots, positions, [self._one_each(slots, positions, span)])
+            return states, *self._choose(states, rows)
+
+        if key not in self._steps:
+            self._steps[key] = StaticStep(run, len(tokens), self.device)
+        return self._steps[key](tokens, slots, positions)
 
     def _choose(self, states: Tensor, rows: np.ndarray | None) -> tuple[Tensor, Tensor]:
         head = self.head
@@ -137,13 +162,13 @@ class PlainForward:
     # ------------------------------------------------------------------------ the pass
 
     def _forward(
-        self, cache: KeyValueCache, tokens: Tensor, slots: Tensor, positions: Tensor, wanted: Tensor
+        self, cache: KeyValueCache, tokens: Tensor, slots: Tensor, positions: Tensor, groups: list[tuple]
     ) -> Tensor:
+        """States behind the final norm, fp32 [N, D]; no value of a tensor decides what runs."""
         decoder = self.decoder
         H, G, E = decoder.heads, decoder.kv_heads, decoder.head_dim
         x = self.table[tokens].float()  # [N, D]
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # [N, 1, E / 2]
-        groups = self._groups(slots, positions)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(_rms_norm(x, layer.attention_norm, decoder.eps).to(self.dtype)).float()
             q, k, v = qkv.view(len(tokens), -1, E).split((H, G, G), 1)  # [N, heads, E]
@@ -154,25 +179,25 @@ class PlainForward:
             x = x + layer.o(attended).float()
             gate, up = layer.gate_up(_rms_norm(x, layer.mlp_norm, decoder.eps).to(self.dtype)).chunk(2, -1)
             x = x + layer.down((F.silu(gate.float()) * up.float()).to(self.dtype)).float()
-        return _rms_norm(x[wanted], self.final_norm, decoder.eps)
+        return _rms_norm(x, self.final_norm, decoder.eps)
 
-    def _groups(self, slots: Tensor, positions: Tensor) -> list[tuple]:
+    def _one_each(self, slots: Tensor, positions: Tensor, span: int) -> tuple:
+        mask = torch.arange(span, device=self.device)[None] <= positions[:, None]
+        return slice(None), slots, span, mask[:, None, None]  # [N, 1, 1, span]
+
+    def _groups(self, slots: Sequence[int], positions: Sequence[int]) -> list[tuple]:
         """How the tokens attend: one batch of a token a slot, or a causal run of tokens slot by slot.
 
         [(tokens, slots, span, mask)]: `tokens` an index or slice of [N], `mask` [.., 1, T, span] of visible keys.
         """
-        numbers = slots.tolist()
-        if len(set(numbers)) == len(numbers):
-            span = int(positions.max()) + 1
-            mask = (torch.arange(span, device=self.device)[None] <= positions[:, None])[
-                :, None, None
-            ]  # [N, 1, 1, span]
-            return [(slice(None), slots, span, mask)]
+        at = torch.tensor(list(positions), device=self.device)
+        if len(set(slots)) == len(slots):
+            return [self._one_each(torch.tensor(list(slots), device=self.device), at, max(positions) + 1)]
         groups = []
-        for slot in dict.fromkeys(numbers):
-            tokens = (slots == slot).nonzero()[:, 0]
-            own = positions[tokens]
-            span = int(own[-1]) + 1
+        for slot in dict.fromkeys(slots):
+            tokens = torch.tensor([index for index, one in enumerate(slots) if one == slot], device=self.device)
+            own = at[tokens]
+            span = positions[int(tokens[-1])] + 1
             mask = (torch.arange(span, device=self.device)[None] <= own[:, None])[None, None]  # [1, 1, T, span]
             groups.append((tokens, slot, span, mask))
         return groups

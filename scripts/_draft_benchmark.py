@@ -80,13 +80,15 @@ Runner = Callable[[list[list[int]], int], Timing]
 # ---------------------------------------------------------------------------- engines
 
 
-def own_runner(decoder: Decoder, kernel: str, slots: int) -> Runner:
-    """The engine's forward pass and loop, without a prefix cache."""
-    forward = choose_forward(decoder, kernel)
+def own_runner(
+    decoder: Decoder, kernel: str, slots: int, device: str = "cpu", vocabulary: np.ndarray | None = None
+) -> Runner:
+    """The engine's forward pass and loop, without a prefix cache. `vocabulary`: the ids that a head of it may draft."""
+    forward = choose_forward(decoder, kernel, device=device)
     cache = forward.new_cache(slots, PREFILL_TOKENS + STEPS + 1)
 
     def run(prompts: list[list[int]], steps: int) -> Timing:
-        rows = decode(forward, cache, prompts, steps + 1, stop_ids=frozenset())
+        rows = decode(forward, cache, prompts, steps + 1, stop_ids=frozenset(), vocabulary=vocabulary)
         return Timing(rows[0].prefill_s, rows[0].decode_s / max(1, steps))
 
     return run
@@ -111,11 +113,13 @@ def transformers_runner(model: Any) -> Runner:
             self.times_s: list[float] = []
 
         def __call__(self, input_ids, scores, **_):
+            if input_ids.is_cuda:
+                torch.cuda.synchronize()
             self.times_s.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def run(prompts: list[list[int]], steps: int) -> Timing:
-        ids, clock, count = torch.tensor(prompts), Clock(), steps + 1
+        ids, clock, count = torch.tensor(prompts, device=model.device), Clock(), steps + 1
         settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "use_cache": True}
         started_s = time.perf_counter()
         with torch.inference_mode():
@@ -162,29 +166,31 @@ def llama_runner(python: str, path: Path, slots: int, threads: int) -> Iterator[
 # ---------------------------------------------------------------------------- the floor
 
 
-def read_bandwidth(threads: int, size_bytes: int = 1 << 30, runs: int = 5) -> float:
-    """Bytes a second that all threads together read in one stream: the best of some runs over a gigabyte."""
+def read_bandwidth(threads: int, device: str = "cpu", size_bytes: int = 1 << 30, runs: int = 5) -> float:
+    """Bytes a second that all threads, or the GPU, read in one stream: the best of some runs over a gigabyte."""
     import ctypes
 
-    stream = library().engine_stream
-    stream.restype, stream.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    buffer = torch.ones(size_bytes // 8, dtype=torch.int64)
+    buffer = torch.ones(size_bytes // 8, dtype=torch.int64, device=device)
+    stream = None
+    if device == "cpu":
+        stream = library().engine_stream
+        stream.restype, stream.argtypes = ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     best_s = float("inf")
     for _ in range(runs):
         started_s = time.perf_counter()
-        total = stream(buffer.data_ptr(), size_bytes, threads)
+        total = stream(buffer.data_ptr(), size_bytes, threads) if stream else int(buffer.sum())
         best_s = min(best_s, time.perf_counter() - started_s)
         assert total == size_bytes // 8
     return size_bytes / best_s
 
 
-def gemm_rate(size: int = 2048, runs: int = 5) -> float:
+def gemm_rate(device: str = "cpu", size: int = 2048, runs: int = 5) -> float:
     """FLOPs a second of PyTorch's bf16 product of two square matrices: the best of some runs."""
-    a, b = torch.ones(size, size, dtype=torch.bfloat16), torch.ones(size, size, dtype=torch.bfloat16)
+    a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     best_s = float("inf")
     for _ in range(runs):
         started_s = time.perf_counter()
-        a @ b
+        float((a @ b)[0, 0])  # a value that is needed: a GPU has then finished
         best_s = min(best_s, time.perf_counter() - started_s)
     return 2 * size**3 / best_s
 
@@ -275,6 +281,7 @@ def time_model(
     batches: Sequence[int],
     rounds: int,
     bandwidth: float,
+    device: str,
     progress: Callable[[int], None],
 ) -> list[dict[str, Any]]:
     """Rows of draft.json for one model: every engine, every batch, and the floor."""
@@ -282,8 +289,10 @@ def time_model(
     settings = {"num_ids": loaded.num_ids, "positions": min(loaded.context, PREFILL_TOKENS + STEPS + 1)}
     decoder = decoder_of(loaded.model, loaded.tensors, loaded.adapter, **settings)
     with contextlib.ExitStack() as stack:
-        runners = {"ours": own_runner(decoder, "native", slots), "ours-plain": own_runner(decoder, "plain", slots)}
-        runners["transformers"] = transformers_runner(merged)
+        runners = {"ours": own_runner(decoder, "native" if device == "cpu" else "plain", slots, device)}
+        if device == "cpu":
+            runners["ours-plain"] = own_runner(decoder, "plain", slots)
+        runners["transformers"] = transformers_runner(merged.to(device))
         for kind, path in gguf.items():
             runner, system = stack.enter_context(llama_runner(python, path, slots, threads))
             runners[f"llama.cpp-{kind.lower()}"] = runner

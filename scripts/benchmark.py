@@ -148,8 +148,8 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
     from scripts import _draft_benchmark as bench
     from scripts.random_model import QWEN3_1_7B, RandomWeights, pack_random_model
 
-    if args.device != "cpu":
-        raise ValueError("--device cuda: not run yet; see README, What is not run")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: PyTorch finds no GPU here")
     work, teacher = ROOT / "runs" / "benchmark", args.teacher
     jobs = {"smollm2-student": (args.model, None, ("Q4_0", "Q4_1"))}
     if teacher is not None:
@@ -168,7 +168,7 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
             pack_random_model(QWEN3_1_7B, args.qwen3, tokenizer_dir=args.tokenizer)
         jobs["qwen3-1.7b"] = (args.qwen3, (RandomWeights(QWEN3_1_7B), QWEN3_1_7B), ("Q4_0", "Q4_K_M"))
     threads = torch.get_num_threads()
-    bandwidth, rate = bench.read_bandwidth(threads), bench.gemm_rate()
+    bandwidth, rate = bench.read_bandwidth(threads, args.device), bench.gemm_rate(args.device)
     print(f"{machine_line()}; reads {bandwidth / 1e9:.1f} GB/s, bf16 products {rate / 1e12:.2f} TFLOP/s")
     rows = []
     for name, (folder, source, kinds) in jobs.items():
@@ -183,7 +183,7 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
         with progress_bar(steps, name, " runs", delay=10) as bar:
             rows += bench.time_model(
                 name, loaded, merged, gguf, python=args.llama_python, batches=args.batches, rounds=args.runs,
-                bandwidth=bandwidth, progress=bar.update,
+                bandwidth=bandwidth, device=args.device, progress=bar.update,
             )  # fmt: skip
         del loaded, merged
     print_drafts(rows)
