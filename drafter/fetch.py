@@ -134,8 +134,8 @@ def _is_hub(url: str) -> bool:
 
 def _safe(text: object) -> str:
     """A text for people: one line, no query of an address, no token."""
-    line = re.sub(r"(https?://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", " ".join(str(text).split()))
-    line = re.sub(r"(https?://)[^\s/@]*@", r"\1", line)
+    line = re.sub(r"(\w://[^\s?#'\"]*)[?#][^\s'\"]*", r"\1", " ".join(str(text).split()))
+    line = re.sub(r"(\w://)[^\s/@]*@", r"\1", line)
     token = _token()
     return line.replace(token, "(token)") if token else line
 
@@ -330,8 +330,12 @@ def _follow(file: HubFile, headers: dict[str, str]) -> Iterator[Any]:
                     _check_status(response, url, file.label)
                 yield response
                 return
-            target = urljoin(url, response.headers.get("location", ""))
-            if urlsplit(target).scheme not in ("https", urlsplit(url).scheme):
+            try:
+                target = urljoin(url, response.headers.get("location", ""))
+                scheme = urlsplit(target).scheme
+            except ValueError:
+                raise HubError(f"{file.label}: {_safe(url)} redirects to what is no address") from None
+            if scheme not in ("https", urlsplit(url).scheme):
                 raise HubError(f"{file.label}: {_safe(url)} leads away from https, to {_safe(target)}")
             url = target
     raise HubError(f"{file.label}: more than {MAX_REDIRECTS} redirects")
@@ -410,7 +414,7 @@ def _check_bytes(file: HubFile, path: Path) -> None:
         expected = getattr(file, field)
         if expected is not None and value != expected:
             raise HubError(f"{field} {value}, expected {expected}")
-        setattr(file, field, value)
+    file.sha256, file.size_bytes = actual["sha256"], actual["size_bytes"]  # only now that all of them agree
 
 
 def git_blob_sha1(path: Path) -> str:

@@ -144,7 +144,7 @@ def plan(recipe: Recipe, files: list[HubFile]) -> dict:
     print(
         f"to fetch: {len(to_fetch)} of {len(files)} files, {at_least}{needed} bytes ({unknown} of unknown size, which "
         f"the hub tells at the first run), {free} bytes free; "
-        + ("time unknown" if estimated_s is None else f"{at_least}{estimated_s / 60:.0f} minutes at 100 Mbit/s")
+        + ("time unknown" if estimated_s is None else f"{at_least}{estimated_s / 60:.1f} minutes at 100 Mbit/s")
     )
     return {
         "dry_run": True,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from archives import PEAKS, REPORTED, Bench, pack, random_adapter, random_model, small_archive
+from stub_hub import StubHub, running_hub
 
 from drafter.console import quiet_libraries
 from drafter.recipe import Recipe, load_recipe
@@ -69,6 +70,27 @@ def chain(tmp_path_factory) -> Chain:
         recipe = load_recipe("tiny")
         report = quickstart.quickstart(recipe, record=False)
         yield Chain(recipe, root, report)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Iterator[StubHub]:
+    """A hub on loopback that HF_ENDPOINT names, no token, an empty cache, and little patience."""
+    from huggingface_hub import close_session, constants
+
+    from drafter import fetch
+
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf_home/token"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf_home/hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patience = fetch.Patience(first_wait_s=0.001, read_s=20.0, progress_bytes=50_000)
+    monkeypatch.setattr(fetch, "PATIENCE", patience)
+    close_session()  # its client may have been made with another environment
+    with running_hub() as stub:
+        monkeypatch.setenv("HF_ENDPOINT", stub.url)
+        yield stub
+    close_session()
 
 
 # ---------------------------------------------------------------------------- small archives

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from drafter import fetch
 from drafter.provenance import sha256_file
 from drafter.recipe import FilePin, HubSource, WheelSource, load_recipe
 from scripts import download_data, download_models
@@ -108,28 +109,16 @@ def hub_source(pins=None) -> HubSource:
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """hub.files is what it sends. Of config.json, which is no LFS file, it publishes no sha256."""
-    import huggingface_hub
+def hub(hub):
+    """The hub on loopback with this model. config.json is no LFS file: of it no sha256 is published."""
+    hub.add("model", "Qwen/Qwen3-0.6B", REVISION, FILES)
+    hub.small.add("config.json")
+    return hub
 
-    state = SimpleNamespace(files=dict(FILES), fetched=[])
 
-    def get_paths_info(self, repo, paths, revision, repo_type):
-        assert (repo, revision, repo_type) == ("Qwen/Qwen3-0.6B", REVISION, "model")
-        [name] = paths
-        lfs = SimpleNamespace(sha256=hashlib.sha256(FILES[name]).hexdigest())
-        return [SimpleNamespace(size=len(FILES[name]), lfs=None if name == "config.json" else lfs)]
-
-    def hf_hub_download(repo, name, repo_type, revision, local_dir):
-        state.fetched.append(name)
-        target = Path(local_dir) / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(state.files[name])
-        return str(target)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "get_paths_info", get_paths_info)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    return state
+def fetched(hub) -> list[str]:
+    """Names of the files that the hub was asked for."""
+    return [request.path.rpartition("/")[2] for request in hub.asked("GET", "hub")]
 
 
 def test_hub_files_are_fetched_once_and_unpinned_hashes_locked(recipe, hub):
@@ -146,7 +135,7 @@ def test_hub_files_are_fetched_once_and_unpinned_hashes_locked(recipe, hub):
         for name, content in FILES.items()
     }
     assert not download_models.fetch(recipe, recipe.teacher, folder)["fetched"]
-    assert sorted(hub.fetched) == sorted(FILES)
+    assert sorted(fetched(hub)) == sorted(FILES)
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -156,11 +145,11 @@ def test_other_bytes_than_the_first_time_are_refused(recipe, hub, name):
     folder = recipe.cache_dir / "models" / "teacher"
     download_models.fetch(recipe, recipe.teacher, folder)
     (folder / name).unlink()
-    hub.files[name] = b"x" + FILES[name][1:]
+    hub.faults.content[name] = b"x" + FILES[name][1:]
     with pytest.raises(ValueError, match=f"{name}: fetched bytes have sha256"):
         download_models.fetch(recipe, recipe.teacher, folder)
-    assert [path.name for path in folder.parent.iterdir()] == ["teacher"]  # nothing half-done beside it
-    hub.files = dict(FILES)
+    assert not (folder / name).exists()
+    hub.faults.content.clear()
     assert download_models.fetch(recipe, recipe.teacher, folder)["fetched"]
     assert sha256_file(folder / name) == hashlib.sha256(FILES[name]).hexdigest()
 
@@ -170,7 +159,33 @@ def test_a_pin_that_the_hub_contradicts_is_refused_before_a_download(recipe, hub
     recipe = with_source(recipe, hub_source({"model.safetensors": pin}))
     with pytest.raises(ValueError, match="the hub publishes"):
         download_models.fetch(recipe, recipe.teacher, recipe.cache_dir / "models" / "teacher")
-    assert hub.fetched == []
+    assert hub.asked("GET") == []
+
+
+def test_an_interrupted_model_goes_on_and_good_files_stay(recipe, hub, monkeypatch):
+    """All was fetched below a temporary name that an error removed: 16 GB had to come in one run, and one damaged
+    small file cost them all again."""
+    recipe = with_source(recipe, hub_source())
+    folder = recipe.cache_dir / "models" / "teacher"
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "PATIENCE", fetch.Patience(attempts=1))
+        hub.faults.cuts = [2, 300]  # config.json whole, then a part of the weights
+        with pytest.raises(ValueError, match="run the same command again to go on"):
+            download_models.fetch(recipe, recipe.teacher, folder)
+    assert not folder.exists()
+    stale = folder.parent / ".teacher.incoming/of-another-revision.json"
+    stale.write_text("{}")
+    hub.requests.clear()
+    download_models.fetch(recipe, recipe.teacher, folder)
+    assert fetched(hub) == ["model.safetensors"] and hub.asked("GET", "cdn")[0].headers["range"] == "bytes=300-"
+    assert {path.name for path in folder.iterdir()} == {*FILES, "source.json"}
+    assert [path.name for path in folder.parent.iterdir()] == ["teacher"]
+
+    (folder / "config.json").write_bytes(b"[]")
+    hub.requests.clear()
+    download_models.fetch(recipe, recipe.teacher, folder)
+    assert fetched(hub) == ["config.json"]
+    assert all((folder / name).read_bytes() == content for name, content in FILES.items())
 
 
 # ---------------------------------------------------------------------------- one source for two roles
