@@ -188,9 +188,9 @@ def _patiently(label: str, attempt: Callable[[], Result], have_bytes: Callable[[
         except _TryAgain as fault:
             failures = 1 if have_bytes() - before >= PATIENCE.progress_bytes else failures + 1
             if failures >= PATIENCE.attempts:
+                kept = f"{have_bytes()} bytes have come and are kept; " if have_bytes() else ""
                 raise HubError(
-                    f"{label}: {fault}; given up after {failures} attempts. What has come ({have_bytes()} bytes) is "
-                    "kept; run the same command again to go on"
+                    f"{label}: {fault}; given up after {failures} attempts; {kept}run the same command again to go on"
                 ) from None
             wait_s = max(fault.wait_s, PATIENCE.first_wait_s * 2 ** (failures - 1))
             wait_s = min(wait_s, PATIENCE.longest_wait_s)

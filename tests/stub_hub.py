@@ -5,8 +5,10 @@ another port, to which the hub redirects for LFS files by a signed link. Faults 
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
+import random
 import re
 import socket
 import threading
@@ -14,8 +16,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from drafter import fetch
+from drafter.fetch import HubError, HubFile
 
 CHUNK_BYTES = 16 * 1024
 SIGNATURE = "X-Amz-Signature=5ec4e7"  # in the query of every link to the CDN: whoever has it can read the file
@@ -245,3 +253,37 @@ def running_hub() -> Iterator[StubHub]:
             server.shutdown()
             server.server_close()
             thread.join(10)
+
+
+# ---------------------------------------------------------------------------- one file, for test_fetch*.py
+
+REPO, REVISION, NAME = "openai/gsm8k", "a" * 40, "main/train-0.parquet"
+CONTENT = random.Random(0).randbytes(300_000)
+OTHER = random.Random(1).randbytes(300_000)
+SECRET = "hf_" + "s3cr3tToken" * 3
+
+
+def one_file(hub: StubHub, folder: Path) -> HubFile:
+    """The one file of the hub, its hash and size known."""
+    hub.add("dataset", REPO, REVISION, {NAME: CONTENT})
+    return HubFile("dataset", REPO, REVISION, NAME, folder / "train-0.parquet", sha256(CONTENT), len(CONTENT))
+
+
+def is_there(file: HubFile, content=CONTENT) -> bool:
+    """The file with its bytes, and nothing beside it."""
+    return file.path.read_bytes() == content and [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+
+
+def ranges(hub: StubHub) -> list[str | None]:
+    return [request.headers.get("range") for request in hub.asked("GET", "cdn")]
+
+
+def interrupt(hub: StubHub, file: HubFile, after_bytes=100_000) -> None:
+    """A download that ends for good after so many bytes, as when its process ends."""
+    hub.faults.cuts = [after_bytes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch, "PATIENCE", dataclasses.replace(fetch.PATIENCE, attempts=1))
+        with pytest.raises(HubError, match="run the same command again to go on"):
+            fetch.fetch(file)
+    assert file.part_bytes == after_bytes and not file.path.exists()
+    hub.requests.clear()

@@ -137,7 +137,7 @@ def test_an_interrupted_run_goes_on(world, monkeypatch, capsys):
         patch.setattr(fetch, "PATIENCE", fetch.Patience(attempts=1))
         world.hub.faults.cuts = [40_000]
         assert world.run() == 1
-    assert "40000 bytes) is kept; run the same command again to go on" in capsys.readouterr().err
+    assert "40000 bytes have come and are kept; run the same command again to go on" in capsys.readouterr().err
     assert world.run("--dry-run") == 0
     assert last_line(capsys)["size_bytes"] == 0, "of unknown size: nothing was learnt for certain yet"
     assert world.run() == 0
