@@ -4,6 +4,7 @@
       manifest.json             every file with size and sha256; archive_id = sha256 of that list
       config.json  generation.json  architecture.json  copy_policy.json  tokenizer files
       self_check.json           a few prompts and what is drafted for them, compared at each load (self_check.py)
+      draft_vocabulary.json     the ids that compete in a draft beside those of its request; without it, all
       quantization.json         codec and shape of every tensor, ties, size and sha256 of the decompressed stream, and
                                 the checkpoint that was quantized (its phase and sha256)
       weights.safetensors.zst   NAME.codes, NAME.scales (with NAME.scales2 where they are double-quantized), small
@@ -33,6 +34,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -42,6 +44,7 @@ from drafter.acceptance import NEAR_TIE_GAP
 from drafter.adapter import Adapter, check_unmerged, linear_names, mark_merged
 from drafter.archive import (
     CONFIG_KEYS,
+    DRAFT_VOCABULARY,
     FORMAT,
     WEIGHTS,
     WEIGHTS_METADATA,
@@ -49,9 +52,11 @@ from drafter.archive import (
     adapter_metadata,
     adapter_specs,
     check_copy_policy,
+    check_draft_vocabulary,
     check_generation,
     check_quantization,
     document_bytes,
+    draft_vocabulary_document,
     kind_of,
     manifest_bytes,
     read_archive,
@@ -111,6 +116,7 @@ class LoadedModel:
     adapter: Adapter | None  # packed form: attached to the model
     self_check: dict[str, Any]  # compared by the engine that drafts with it
     copy_policy: dict[str, Any]  # {"enabled": False}, or the limits of a CopyPolicy
+    draft_vocabulary: np.ndarray | None  # rising int32 ids; None: all existing ones
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -173,6 +179,7 @@ def load_model(folder: str | Path, form: str = "merged", dtype: torch.dtype | st
         adapter=archive.adapter if form == "packed" else None,
         self_check=archive.self_check,
         copy_policy=archive.copy_policy,
+        draft_vocabulary=archive.draft_vocabulary,
     )
 
 
@@ -193,6 +200,8 @@ def _info(archive: Archive) -> dict[str, Any]:
         "layers": archive.config["num_hidden_layers"],
         "hidden_size": archive.config["hidden_size"],
         "rows": archive.config["vocab_size"],
+        "draft_vocabulary": None if archive.draft_vocabulary is None else len(archive.draft_vocabulary),
+        "copy_policy": archive.copy_policy["enabled"],
         "adapter_rank": archive.adapter_document["rank"] if archive.adapter_document else None,
         **sizes(archive),
         "phase_log": log,
@@ -372,12 +381,14 @@ def pack_adapter(
     adapter: Adapter,
     architecture: Mapping[str, Any] | None = None,
     copy_policy: Mapping[str, Any] | None = None,
+    draft_vocabulary: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """The base's files, byte for byte, with an adapter beside them -> report.
 
     A and B are stored in bf16 (rounded once), xz-compressed. `architecture` replaces the base's, because the log of
-    phases has grown since, and `copy_policy` its copy_policy.json. ValueError when the base has an adapter already, or
-    is not the one that the adapter was trained beside.
+    phases has grown since, and `copy_policy` its copy_policy.json. `draft_vocabulary`: rising ids, the stop ids among
+    them, or None for all. ValueError when the base has an adapter already, or is not the one that the adapter was
+    trained beside.
     """
     base = read_archive(base_dir)
     if base.adapter_document is not None:
@@ -406,6 +417,10 @@ def pack_adapter(
             (folder / "architecture.json").write_bytes(document_bytes(architecture))
         if copy_policy is not None:
             (folder / "copy_policy.json").write_bytes(document_bytes(check_copy_policy(copy_policy)))
+        if draft_vocabulary is not None:
+            chosen = draft_vocabulary_document(draft_vocabulary, base.generation["num_ids"])
+            check_draft_vocabulary(chosen, base.generation)
+            (folder / DRAFT_VOCABULARY).write_bytes(document_bytes(chosen))
         # A bf16 number is a byte of noise and one of sign and exponent: contexts that tell the two apart (lp, pb) take
         # 5 % off what preset 6 makes of them, more than storing all first bytes before all second ones does.
         (folder / "adapter.safetensors.xz").write_bytes(lzma.compress(stream, lzma.FORMAT_XZ, filters=XZ_FILTERS))

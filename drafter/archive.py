@@ -21,9 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from drafter import draft_vocabulary
 from drafter import quantization as q
 from drafter.acceptance import NEAR_TIE_GAP
 from drafter.adapter import FIELDS as ADAPTER_FIELDS
@@ -60,7 +62,8 @@ DOCUMENTS = (
     "architecture.json",
     "self_check.json",
 )
-KNOWN_FILES = {*WEIGHTS.values(), *ADAPTER_FILES, *DOCUMENTS, *TOKENIZER_FILES}
+DRAFT_VOCABULARY = "draft_vocabulary.json"  # an archive without it drafts all existing ids
+KNOWN_FILES = {*WEIGHTS.values(), *ADAPTER_FILES, *DOCUMENTS, DRAFT_VOCABULARY, *TOKENIZER_FILES}
 # Ceilings: what a reader may be asked to hold. The tokenizer of Qwen3 is 11 MB; 32 B parameters in NF4 are 18 GB. A
 # document takes up to 30 times its size once it is parsed; the largest of ours, quantization.json, has 50 kB.
 TOKENIZER_LIMIT = 64 << 20
@@ -191,7 +194,7 @@ def check_self_check(value: Any, generation: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_copy_policy(value: Any) -> dict[str, Any]:
-    """The content of copy_policy.json: {"enabled": false}, or true with a limit for each length of suffix."""
+    """The content of copy_policy.json: {"enabled": false}, or true with a limit (null: none) a length of suffix."""
     file = "copy_policy.json"
     if not isinstance(value, dict) or value.get("enabled") is not True:
         value = check_fields(file, value, {"enabled"})
@@ -199,9 +202,34 @@ def check_copy_policy(value: Any) -> dict[str, Any]:
             raise ContentError(file, "enabled", "true or false", ascii(value["enabled"])[:80])
         return value
     limits = check_fields(file, value, {"enabled", "limits"})["limits"]
-    if not isinstance(limits, list) or len(limits) != POLICY_NGRAM or not all(map(_is_number, limits)):
-        raise ContentError(file, "limits", f"{POLICY_NGRAM} finite floats", ascii(limits)[:80])
+    right = isinstance(limits, list) and all(limit is None or _is_number(limit) for limit in limits)
+    if not right or len(limits) != POLICY_NGRAM:
+        raise ContentError(file, "limits", f"{POLICY_NGRAM} finite floats or null", ascii(limits)[:80])
     return value
+
+
+def draft_vocabulary_document(ids: np.ndarray, num_ids: int) -> dict[str, Any]:
+    return {"format": FORMAT, "count": len(ids), "ids": draft_vocabulary.to_text(ids, num_ids)}
+
+
+def check_draft_vocabulary(value: Any, generation: Mapping[str, Any]) -> np.ndarray:
+    """The content of draft_vocabulary.json -> its ids, rising int32: existing ones, all stop ids among them.
+
+    Two at least, for the gap to a second best is part of every choice.
+    """
+    file = DRAFT_VOCABULARY
+    value = check_fields(file, value, {"format", "count", "ids"})
+    if not isinstance(value["ids"], str):
+        raise ContentError(file, "ids", "a text in base64", type(value["ids"]).__name__)
+    try:
+        ids = draft_vocabulary.from_text(value["ids"], generation["num_ids"])
+    except ValueError as error:
+        raise ContentError(file, f"ids: {error}") from None
+    if not _is_count(value["count"], 2) or value["count"] != len(ids):
+        raise ContentError(file, "count", f"{len(ids)}, and 2 at least", ascii(value["count"])[:80])
+    if missing := sorted(set(generation["stop_ids"]) - set(ids.tolist())):
+        raise ContentError(file, "ids", "every stop id", f"without {missing[:8]}")
+    return ids
 
 
 def check_tokenizer(data: bytes) -> None:
@@ -339,6 +367,7 @@ class Archive:
     architecture: dict[str, Any]
     self_check: dict[str, Any]
     copy_policy: dict[str, Any]
+    draft_vocabulary: np.ndarray | None  # rising int32 ids; None: all existing ones
     adapter_document: dict[str, Any] | None
     tensors: dict[str, Tensor]
     adapter: Adapter | None
@@ -586,7 +615,10 @@ def read_archive(folder: str | Path) -> Archive:
     log = architecture["phase_log"]
     if not isinstance(log, list) or not all(isinstance(entry, dict) for entry in log):
         raise ContentError("architecture.json", "phase_log", "a list of objects", ascii(log)[:80])
-    copy_policy = check_copy_policy(documents["copy_policy.json"])
+    copy_policy, vocabulary = check_copy_policy(documents["copy_policy.json"]), None
+    if DRAFT_VOCABULARY in data:
+        document = parse_document(DRAFT_VOCABULARY, data[DRAFT_VOCABULARY])
+        vocabulary = check_draft_vocabulary(document, generation)
     config = documents["config.json"]
     check_config(config, quantization, generation)
     check_tokenizer(data["tokenizer.json"])
@@ -623,6 +655,7 @@ def read_archive(folder: str | Path) -> Archive:
         architecture,
         self_check,
         copy_policy,
+        vocabulary,
         documents.get("adapter.json"),
         tensors,
         adapter,

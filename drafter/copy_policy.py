@@ -15,8 +15,9 @@ tried; where even that is new, the draft is empty, and the round costs nothing b
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_NGRAM = 3
 POLICY_NGRAM = 8  # longest suffix that a policy tells apart
@@ -80,10 +81,21 @@ class CopyPolicy:
     """limits[n - 1]: a copy behind a suffix of n ids overrides a model's token whose logit gap is below it.
 
     The gap to the second best id is what a model knows of its own precision, the length of the suffix what is known of
-    the copy's. `fit` finds, for each length, the limit below which copies were right more often than the model.
+    the copy's. `fit` finds, for each length, the limit below which copies were right more often than the model. Where
+    they were right more often than the model is on the whole, the limit is infinite: the gap does not matter, and so
+    the model need not be asked. Such a copy costs no step; the next one feeds it together with its own token.
+
+    What is chosen depends on the text alone, not on where a draft begins. So no limit of a run's length is needed: a
+    copy that follows a copy stands behind a longer suffix, whose precision was measured like any other, and on a text
+    that has gone wrong nothing is left to lose.
     """
 
     limits: tuple[float, ...]
+
+    def sure(self, index: NgramIndex) -> int | None:
+        """The id that is drafted without a model, if there is one."""
+        found = index.candidate()
+        return found[1] if found is not None and self.limits[found[0] - 1] == math.inf else None
 
     def choose(self, index: NgramIndex, token: int, gap: float) -> tuple[int, str]:
         """(the id to draft, "model" or "copy"), given what the model chose and its gap."""
@@ -93,20 +105,38 @@ class CopyPolicy:
         return token, "model"
 
     @classmethod
-    def fit(cls, cases: Iterable[tuple[int, float, bool, bool]]) -> "CopyPolicy":
-        """cases: (suffix length, gap, was the copy right?, was the model?) where the two differed.
+    def fit(cls, cases: Iterable[tuple[int, float, bool, bool]], agreement: float = 1.0) -> "CopyPolicy":
+        """cases: (suffix length, gap, was the copy right?, was the model?) of every position that has a copy.
 
-        For each length the limit with the most tokens won: copies right less models right, over all gaps below it.
+        For each length the limit with the most tokens won: copies right less models right, over all gaps below it,
+        where the two differ. Infinite for the lengths from which on copies are right more often than `agreement`, the
+        model's share of right tokens at all positions; the default leaves none.
         """
-        by_length: dict[int, list[tuple[float, int]]] = {length: [] for length in range(1, POLICY_NGRAM + 1)}
-        for length, gap, copy_right, model_right in cases:
-            by_length[length].append((gap, int(copy_right) - int(model_right)))
-        limits = []
-        for length in range(1, POLICY_NGRAM + 1):
-            best, won, limit = 0, 0, 0.0
-            for gap, gain in sorted(by_length[length]):
-                won += gain
-                if won > best:
-                    best, limit = won, math.nextafter(gap, math.inf)
-            limits.append(limit)
-        return cls(tuple(limits))
+        by_length: dict[int, list[tuple[float, bool, bool]]] = {n: [] for n in range(1, POLICY_NGRAM + 1)}
+        for length, *case in cases:
+            by_length[length].append(tuple(case))
+        limits, sure = [], True
+        for length in range(POLICY_NGRAM, 0, -1):  # a longer suffix is not less sure: what is few is noise
+            own = by_length[length]
+            sure = sure and bool(own) and sum(copied for _, copied, _ in own) > agreement * len(own)
+            limits.append(math.inf if sure else cls._best_limit(own))
+        return cls(tuple(limits[::-1]))
+
+    @staticmethod
+    def _best_limit(cases: Iterable[tuple[float, bool, bool]]) -> float:
+        best, won, limit = 0, 0, 0.0
+        for gap, copied, chosen in sorted(cases):
+            won += int(copied) - int(chosen)
+            if won > best:
+                best, limit = won, math.nextafter(gap, math.inf)
+        return limit
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> "CopyPolicy | None":
+        """Of a checked copy_policy.json, where null stands for an infinite limit; None where it is not enabled."""
+        if not document["enabled"]:
+            return None
+        return cls(tuple(math.inf if limit is None else limit for limit in document["limits"]))
+
+    def document(self) -> dict[str, Any]:
+        return {"enabled": True, "limits": [None if limit == math.inf else limit for limit in self.limits]}

@@ -150,10 +150,11 @@ class DraftEngine(_Engine):
         if prefix_cache_bytes:
             shape = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
             self.prefix_cache = PrefixCache(prefix_cache_bytes, *shape, self.cache.keys.dtype, device)
-        self.copy_policy = None  # the self-check is about the model: the policy comes after it
-        check(self, loaded.self_check)  # weights or kernels that draft otherwise than when it was packed
-        if loaded.copy_policy["enabled"]:
-            self.copy_policy = CopyPolicy(tuple(loaded.copy_policy["limits"]))
+        # The self-check is about weights and kernels, and one for every engine: it runs over the whole head, without
+        # the two documents that say which ids are drafted. Those are read as they are, under their own hashes.
+        self.draft_vocabulary, self.copy_policy = None, None
+        check(self, loaded.self_check)
+        self.draft_vocabulary, self.copy_policy = loaded.draft_vocabulary, CopyPolicy.read(loaded.copy_policy)
 
     def _sizes_to_warm(self, batch_size):
         """On a GPU each size has graphs of its own."""
@@ -163,8 +164,16 @@ class DraftEngine(_Engine):
         if len(prompts) > self.cache.slots:  # pages are taken as they are filled
             self.cache = None  # the old one first: what it held is in the prefix cache
             self.cache = self.forward.new_cache(len(prompts), self.context)
-        settings = {"stop_ids": self.stop_ids, "prefix_cache": self.prefix_cache, "copy_policy": self.copy_policy}
-        return stepping.decode(self.forward, self.cache, prompts, limits, **settings)
+        return stepping.decode(
+            self.forward,
+            self.cache,
+            prompts,
+            limits,
+            stop_ids=self.stop_ids,
+            prefix_cache=self.prefix_cache,
+            vocabulary=self.draft_vocabulary,
+            copy_policy=self.copy_policy,
+        )
 
 
 def choose_forward(

@@ -244,6 +244,8 @@ class Serving(Part):
     max_body_bytes: Positive
     deadline_s: Positive
     read_timeout_s: Positive
+    # Ids that compete in a draft, beside those of its request; null: all. Runs begun before it was declared have none.
+    draft_vocabulary: Annotated[int, Field(ge=2)] | None = None
 
 
 class Evaluation(Part):
@@ -279,6 +281,12 @@ class Recipe(Part):
             raise ValueError(f"phases must be {', '.join(PHASES)} in this order, not {', '.join(names)}")
         if self.base.num_ids != self.teacher.num_ids or set(self.base.stop_ids) != set(self.teacher.stop_ids):
             raise ValueError("teacher and base must share one vocabulary: num_ids and stop_ids differ")
+        size = self.serving.draft_vocabulary
+        if size is not None and not len(self.base.stop_ids) <= size <= self.base.num_ids:
+            raise ValueError(
+                f"serving.draft_vocabulary {size} has no room for {len(self.base.stop_ids)} stop ids, or is more than "
+                f"the {self.base.num_ids} ids that exist"
+            )
         if self.caps.max_prompt_tokens + self.generation.max_new_tokens > self.serving.context:
             raise ValueError(
                 f"caps.max_prompt_tokens {self.caps.max_prompt_tokens} + generation.max_new_tokens "

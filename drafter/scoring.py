@@ -10,6 +10,7 @@ family. What the bits mean is decided in drafter.acceptance, nowhere else.
 Dims: B rows of a batch, T tokens, N continuation tokens of a row, D hidden, V existing ids, S supervised positions.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from drafter import acceptance
 from drafter.acceptance import RoundCounts
 from drafter.copy_policy import POLICY_NGRAM, CopyPolicy, NgramIndex
 from drafter.decoding import top_logits
+from drafter.draft_vocabulary import own_ids
 from drafter.mixing import micro_batches, pad_rows
 
 # For the estimates of --dry-run: 2 FLOPs a weight and token. Measured on two busy cores with the student of
@@ -33,10 +35,12 @@ NOVELTY = ("seen", "new_skeletons", "new_families")
 
 @dataclass(frozen=True)
 class Score:
-    """One row scored. runs [N]: see drafter.acceptance. gaps [N]: top-2 logit gap of the drafter, where asked for."""
+    """One row scored. runs [N]: see drafter.acceptance. gaps [N]: top-2 logit gap of the drafter, where asked for.
+    `copied`: how many of the N tokens a copy policy drafts without the model."""
 
     runs: np.ndarray
     gaps: np.ndarray | None = None
+    copied: int = 0
 
 
 # ---------------------------------------------------------------------------- the forward pass
@@ -98,6 +102,7 @@ def score_forward(
     forward: Any,
     rows: Sequence[Any],
     *,
+    draft_vocabulary: np.ndarray | None = None,
     copy_policy: CopyPolicy | None = None,
     with_gaps: bool = False,
     choices: list[tuple[list[int], list[float]]] | None = None,
@@ -105,8 +110,9 @@ def score_forward(
 ) -> list[Score]:
     """The same bits from an engine's own forward pass (drafter.native, drafter.plain), row by row: what is served.
 
-    With a copy policy the bits are those of the ids that it chooses. Up to the first wrong one a draft's text is the
-    stored text, so choosing on that is choosing as the engine does. `choices` collects what the model chose, with gaps.
+    With a draft vocabulary or a copy policy the bits are those of the ids chosen with it. Up to the first wrong one a
+    draft's text is the stored text, and both depend on the text alone, so choosing on that is choosing as the engine
+    does. `choices` collects what the model chose, with gaps.
 
     Raises ValueError for a row without prompt or continuation, or longer than the engine's positions.
     """
@@ -119,24 +125,45 @@ def score_forward(
             raise ValueError(f"row {index} ({getattr(row, 'id', '?')}) has an empty prompt or continuation")
         text = [*row.prompt_ids, *row.continuation_ids][:-1]  # the last token predicts nothing that is stored
         first, ids, gaps = len(row.prompt_ids) - 1, [], []
+        own = None if draft_vocabulary is None else _own_ids(row, draft_vocabulary)
         for at in range(0, len(text), forward.max_tokens):
             piece = text[at : at + forward.max_tokens]
             wanted = list(range(max(0, first - at), len(piece)))
-            choice = forward(cache, piece, [0] * len(piece), list(range(at, at + len(piece))), wanted)
+            competing = own and own[len(ids) : len(ids) + len(wanted)]
+            places = ([0] * len(piece), list(range(at, at + len(piece))))
+            choice = forward(cache, piece, *places, wanted, rows=draft_vocabulary, own=competing)
             ids += choice.ids
             gaps += choice.gaps
         if choices is not None:
             choices.append((list(ids), gaps))
-        if copy_policy is not None:
-            index = NgramIndex(row.prompt_ids, POLICY_NGRAM)
-            for at, token in enumerate(row.continuation_ids):
-                ids[at], _ = copy_policy.choose(index, ids[at], gaps[at])
-                index.extend([token])
-        bits = np.array(ids) == np.array(row.continuation_ids)
-        scores.append(Score(acceptance.run_lengths(bits), np.array(gaps, np.float32) if with_gaps else None))
+        score = score_choices(row, ids, gaps, copy_policy)
+        scores.append(score if with_gaps else dataclasses.replace(score, gaps=None))
         if progress is not None:
             progress(1)
     return scores
+
+
+def score_choices(row: Any, ids: Sequence[int], gaps: Sequence[float], copy_policy: CopyPolicy | None = None) -> Score:
+    """The score of what a model chose behind each beginning of the stored text, or of what the policy makes of it."""
+    chosen, copied = list(ids), 0
+    if copy_policy is not None:
+        index = NgramIndex(row.prompt_ids, POLICY_NGRAM)
+        for at, token in enumerate(row.continuation_ids):
+            copied += copy_policy.sure(index) is not None
+            chosen[at], _ = copy_policy.choose(index, chosen[at], gaps[at])
+            index.extend([token])
+    bits = np.array(chosen) == np.array(row.continuation_ids)
+    return Score(acceptance.run_lengths(bits), np.array(gaps, np.float32), copied)
+
+
+def _own_ids(row: Any, vocabulary: np.ndarray) -> list[np.ndarray]:
+    """For each continuation token the ids of the text before it that are not in the vocabulary: int32 arrays [N]."""
+    own, known, found = own_ids(row.prompt_ids, vocabulary), set(vocabulary.tolist()), []
+    for token in row.continuation_ids:
+        found.append(own)
+        if token not in known and token not in own:
+            own = np.append(own, np.int32(token))
+    return found
 
 
 def score_prompt_lookup(rows: Sequence[Any], max_k: int) -> list[Score]:

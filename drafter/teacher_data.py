@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from drafter.provenance import atomic_write
@@ -213,6 +214,16 @@ def check_settings(recipe: Any, path: str | Path) -> None:
 def shard_paths(folder: str | Path, name: str) -> list[Path]:
     """The shards of one pool, in order (`NAME-00000.parquet`, ...)."""
     return sorted(Path(folder).glob(f"{name}-[0-9][0-9][0-9][0-9][0-9].parquet"))
+
+
+def id_counts(paths: Iterable[Path], num_ids: int) -> np.ndarray:
+    """How often each id stands in the answers to training prompts: int64 [num_ids]. Reads two columns, no lists."""
+    counts = np.zeros(num_ids, np.int64)
+    for path in paths:
+        table = pq.read_table(path, columns=["continuation_ids", "split"])
+        answers = table.filter(pc.equal(table["split"], "train"))["continuation_ids"].combine_chunks()
+        counts += np.bincount(answers.flatten().to_numpy(zero_copy_only=False), minlength=num_ids)
+    return counts
 
 
 def _rows(table: pa.Table) -> Iterable[TeacherRow]:

@@ -19,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ SPLITS = ("development", "selection")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Whose training time a packed stage shows; the others have their phase's own name, or were not trained at all.
 PHASE_OF = {"packed": "adapter", "packed_qat": "qat"}
+VARIED = ("copy_policy", "draft_vocabulary")  # of a DraftEngine, also parameters of score_forward: None is without
 UNTRAINED = ("untrained", "packed_ptq")
 
 # ---------------------------------------------------------------------------- targets
@@ -61,6 +62,19 @@ class Target:
     stage: str
     kind: str  # prompt_lookup | checkpoint | packed
     path: Path | None = None
+    without: frozenset[str] = frozenset()  # documents of a packed model that are left out: see VARIED
+
+
+def variants(target: Target, args: argparse.Namespace) -> list[Target]:
+    """The target as asked for: with what VARIED names, without it, or both ways, one behind the other."""
+    found = [target]
+    for name in VARIED if target.kind == "packed" else ():
+        off = [replace(one, without=one.without | {name}) for one in found]
+        if (asked := getattr(args, name)) == "both":
+            found = [replace(one, stage=f"{one.stage}-no-{name}") for one in off] + found
+        elif asked == "off":
+            found = off
+    return found
 
 
 def parse_target(text: str, recipe: Recipe) -> Target:
@@ -98,7 +112,6 @@ def open_target(
     dtype: torch.dtype,
     engine: str = "own",
     kernel: str = "auto",
-    copy_policy: str = "on",
 ) -> Opened:
     """Loads through the loader and the engine that the server uses; checkpoints through the plain decode loop."""
     stop_ids, num_ids = recipe.base.stop_ids, recipe.base.num_ids
@@ -122,9 +135,10 @@ def open_target(
         raise ValueError(f"{relative(target.path)} was packed with {packed}, the recipe says {declared}")
     if engine == "own":
         drafter = DraftEngine(loaded, kernel=kernel)
-        if copy_policy == "off":
-            drafter.copy_policy = None
-        score = functools.partial(score_forward, drafter.forward, copy_policy=drafter.copy_policy)
+        for name in target.without:
+            setattr(drafter, name, None)
+        served = {name: getattr(drafter, name) for name in VARIED}
+        score = functools.partial(score_forward, drafter.forward, **served)
     else:
         drafter = TransformersEngine(loaded)
         score = by_model(loaded.model)
@@ -204,7 +218,6 @@ def evaluate_target(
     replay: int = 0,
     engine: str = "own",
     kernel: str = "auto",
-    copy_policy: str = "on",
 ) -> StageResult:
     """One stage on the rows; with `replay`, its record holds the parity of that many rows with real drafts."""
     evaluation = recipe.evaluation
@@ -217,7 +230,7 @@ def evaluate_target(
         result = evaluate_prompt_lookup(rows, **summary)
         result.record["replay"] = None
         return result
-    opened = open_target(target, recipe, dtype, engine, kernel, copy_policy)
+    opened = open_target(target, recipe, dtype, engine, kernel)
     with progress_bar(len(rows), target.stage, "row") as bar:
         scores = opened.score(rows, with_gaps=replay > 0, progress=bar.update)
     result = summarise(
@@ -228,6 +241,8 @@ def evaluate_target(
         seconds=training_seconds(recipe, target.stage),
         **summary,
     )
+    if any(score.copied for score in scores):
+        result.record["copied_share"] = round(sum(score.copied for score in scores) / result.record["tokens"], 4)
     result.record["replay"] = None
     if replay:
         chosen = thin_out(range(len(rows)), replay)
@@ -277,6 +292,8 @@ def print_tables(records: Sequence[dict[str, Any]]) -> None:
     print(f"\n{first['rows']} rows, {first['tokens']} answer tokens", end="")
     print("" if share is None else f", near-ties of the teacher {100 * share:.2f} %")
     for record in records:
+        if "copied_share" in record:
+            print(f"{record['stage']}: {100 * record['copied_share']:.1f} % of the tokens are copied without the model")
         if parity := record["replay"]:
             print(
                 f"replay of {parity['rows']} rows, {record['stage']}: tau {parity['tau_replay']} against "
@@ -386,7 +403,9 @@ def parser() -> argparse.ArgumentParser:
         help="of packed models: what the server runs, or not",
     )
     add("--kernel", choices=KERNELS, default="auto", help="of the own engine; plain needs no compiler")
-    add("--copy-policy", choices=("on", "off"), default="on", help="off: as if the archive had none enabled")
+    how = "as the own engine serves it, as if the archive had none, or the two as two stages"
+    for name in VARIED:
+        add(f"--{name.replace('_', '-')}", choices=("on", "off", "both"), default="on", help=how)
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="fp32 makes replay exact, several times slower")
     add("--output", type=Path, metavar="FILE", help="result file (default runs/RECIPE/NAME.json)")
     add("--record", metavar="NAME", help="also keep it as data/results/NAME.json and refresh the README")
@@ -405,7 +424,7 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     if args.dry_run:
         print(json.dumps(plan(recipe, args)))
         return
-    targets = [parse_target(text, recipe) for text in args.targets]
+    targets = [one for text in args.targets for one in variants(parse_target(text, recipe), args)]
     if len({target.stage for target in targets}) < len(targets):
         raise ValueError("two targets have the same stage name; tell them apart with NAME=PATH")
     rows = own_rows(args.prompts, recipe) if args.prompts is not None else split_rows(recipe, args.split)
@@ -420,7 +439,6 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
         replay=args.replay,
         engine=args.engine,
         kernel=args.kernel,
-        copy_policy=args.copy_policy,
     )
     print_tables(records)
     print(f"{len(targets)} stages in {time.perf_counter() - started_s:.0f} s")

@@ -21,10 +21,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drafter.chat import TOKENIZER_FILES
 from drafter.console import run_command
 from drafter.provenance import ROOT, read_json
-from drafter.recipe import Recipe, RunDocument, load_recipe
+from drafter.recipe import TRAIN_POOLS, Recipe, RunDocument, load_recipe
 
 # For --dry-run only, measured on trained weights: nanoseconds of the scale search a weight on one core, and bits a
 # weight of NF4 (codes and scales) and of INT8 rows after zstd.
@@ -127,7 +129,27 @@ def pack_final(recipe: Recipe, out_dir: Path, *, run_dir: Path | None = None) ->
         adapter=Adapter.load(run_dir / "adapter"),
         architecture=run.document(),
         copy_policy=read_json(policy) if policy.exists() else None,
+        draft_vocabulary=draft_vocabulary(recipe, recipe.serving.draft_vocabulary),
     )
+
+
+def draft_vocabulary(recipe: Recipe, size: int | None) -> np.ndarray | None:
+    """The `size` ids that are most frequent in the teacher's answers to training prompts, and the stop ids; None: all.
+
+    ValueError when there are no answers.
+    """
+    from drafter.draft_vocabulary import most_frequent
+    from drafter.teacher_data import id_counts, shard_paths
+
+    if size is None:
+        return None
+    paths = [path for name in TRAIN_POOLS for path in shard_paths(recipe.cache_dir / "teacher", name)]
+    if not paths:
+        raise ValueError(
+            f"serving.draft_vocabulary counts ids in the teacher's answers, and data/cache/{recipe.name}/teacher has "
+            f"none. Next: python -m scripts.generate_teacher --recipe {recipe.name}"
+        )
+    return most_frequent(id_counts(paths, recipe.base.num_ids), size, recipe.base.stop_ids)
 
 
 # ---------------------------------------------------------------------------- what is printed

@@ -44,7 +44,7 @@ def make_engine(model, num_ids: int, stop_ids=()) -> DraftEngine:
         SimpleNamespace(
             model=model, chat=chat, archive_id="f" * 64, context=CONTEXT, num_ids=num_ids, stop_ids=stop_ids,
             info={"recipe": "tiny"}, tensors={}, adapter=None, self_check={"margin": 1.0, "drafts": []},
-            copy_policy={"enabled": False},
+            copy_policy={"enabled": False}, draft_vocabulary=None,
         )
     )  # fmt: skip
 

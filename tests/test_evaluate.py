@@ -358,7 +358,7 @@ class StubLoaded:
     """What model_io.load_model returns, around a model that was never packed."""
 
     tensors, adapter, self_check = {}, None, {"margin": 1.0, "drafts": []}
-    copy_policy = {"enabled": False}
+    copy_policy, draft_vocabulary = {"enabled": False}, None
     archive_id, context, stop_ids, num_ids = "a" * 64, 100, frozenset({STOP}), NUM_IDS
     chat, info = StubChat(), {"recipe": "tiny"}
 

@@ -34,7 +34,7 @@ def load_model(model_dir, form, dtype):
     return SimpleNamespace(model=Qwen3ForCausalLM(config).to(getattr(torch, dtype)).eval(), chat=chat,
                            archive_id="c" * 64, context=512, num_ids=290, stop_ids=(2,), info={"recipe": "tiny"},
                            tensors={}, adapter=None, self_check={"margin": 1.0, "drafts": []},
-                           copy_policy={"enabled": False})
+                           copy_policy={"enabled": False}, draft_vocabulary=None)
 """
 
 
