@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -108,7 +109,10 @@ def small_archive(folder: Path, **changes) -> None:
     pack(model, folder / "base", folder / "tokenizer", generation=generation, architecture=architecture,
          double_quant=True, source=("qat", "0" * 64), **changes)  # fmt: skip
     adapter = random_adapter(model, folder / "base", rank=2, alpha=4.0)
-    pack_adapter(folder / "model", base_dir=folder / "base", adapter=adapter)
+    policy = {"enabled": True, "limits": [0.0, 0.25, 1.5, 2.0, 3.0, None, None, None]}
+    chosen = np.array([*range(0, 64, 3), 59, 61], np.int32)
+    pack_adapter(folder / "model", base_dir=folder / "base", adapter=adapter, copy_policy=policy,
+                 draft_vocabulary=np.sort(chosen))  # fmt: skip
     size = sum(path.stat().st_size for path in (folder / "model").iterdir())
     assert size <= (21_000 if changes else 20_000), size
 

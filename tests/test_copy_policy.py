@@ -1,11 +1,15 @@
 """Prompt lookup against a brute-force search that reads like its definition."""
 
+import json
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.acceptance import replay_rows, rounds_from_runs
+from drafter.archive import check_copy_policy
 from drafter.copy_policy import POLICY_NGRAM, CopyPolicy, NgramIndex, prompt_lookup
 from drafter.engine import DraftEngine, DraftRequest
 from drafter.scoring import score_forward
@@ -59,6 +63,16 @@ def test_linear_in_the_request():
 
 # ---------------------------------------------------------------------------- the policy
 
+SURE = CopyPolicy((0.0, 0.1, 0.3, 1.0, math.inf, math.inf, math.inf, math.inf))
+
+
+@pytest.fixture
+def engine(chain):
+    loaded = load_model(chain.model_dir, "packed", torch.float32)
+    engine = DraftEngine(loaded)
+    engine.loaded = loaded
+    return engine
+
 
 def test_the_candidate_is_the_first_id_of_the_draft():
     index = NgramIndex([7, 1, 2, 3, 9, 9, 1, 2, 3, 4, 5, 8, 2, 3], 3)
@@ -90,13 +104,30 @@ def test_the_fitted_limits_win_the_most_tokens(cases):
     assert policy.limits[3:] == (0.0,) * (POLICY_NGRAM - 3)
 
 
-def test_teacher_forcing_with_the_policy_is_replay_with_it(chain):
+def test_lengths_whose_copies_are_right_more_often_than_the_model_need_no_model():
+    """From a length on: what is few is noise, and a longer suffix is no reason to doubt more."""
+    cases = [(2, 1.0, True, True), (7, 0.5, True, False), (8, 2.0, True, True), (8, 3.0, False, True)]
+    cases += [(7, 1.0, False, False)]
+    assert CopyPolicy.fit(cases, agreement=0.4).limits[6:] == (math.inf, math.inf)
+    assert CopyPolicy.fit(cases, agreement=0.4).limits[1] == 0.0  # between stand lengths of which nothing is known
+    assert CopyPolicy.fit(cases, agreement=0.5).limits[6:] == (math.nextafter(0.5, math.inf), 0.0)
+    assert math.inf not in CopyPolicy.fit([(8, 1.0, True, True)]).limits  # the default leaves none
+
+
+def test_a_policy_is_its_document():
+    assert CopyPolicy.read({"enabled": False}) is None
+    policy = CopyPolicy((0.0, 0.5, 1.0, 2.0, 9.0, math.inf, math.inf, math.inf))
+    assert CopyPolicy.read(check_copy_policy(json.loads(json.dumps(policy.document())))) == policy
+
+
+@pytest.mark.parametrize("policy", [CopyPolicy((0.3, 0.6, 1.0, 2.0, 9.0, 9.0, 9.0, 9.0)), SURE], ids=["gaps", "sure"])
+def test_teacher_forcing_with_the_policy_is_replay_with_it(chain, engine, policy):
     """tau says what is served: the policy acts in both, on the same text, and every token knows where it came from."""
-    engine = DraftEngine(load_model(chain.model_dir, dtype=torch.float32))
-    engine.copy_policy = CopyPolicy((0.3, 0.6, 1.0, 2.0, 9.0, 9.0, 9.0, 9.0))
+    engine.copy_policy = policy
     paths = shard_paths(chain.recipe.cache_dir / "teacher", "development")
     rows, seen = read_shards(paths), set()
     scores = score_forward(engine.forward, rows, copy_policy=engine.copy_policy)
+    assert any(one.copied for one in scores) == (math.inf in policy.limits)
 
     def draft(prefixes):
         drafts = engine.draft([DraftRequest(prefix, 16) for prefix in prefixes])
@@ -108,3 +139,70 @@ def test_teacher_forcing_with_the_policy_is_replay_with_it(chain):
     by_bits = [rounds_from_runs(one.runs, row.finish_reason, 16) for one, row in zip(scores, rows, strict=True)]
     assert [[one.accepted for one in row] for row in replayed] == [[one.accepted for one in row] for row in by_bits]
     assert seen == {"model", "copy"}
+
+
+# ---------------------------------------------------------------------------- drafts with copies
+
+
+@torch.inference_mode()
+def one_by_one(loaded, policy, tokens, k) -> tuple[list[int], list[str]]:
+    """The definition: the model is asked for every token, by a plain forward, and the policy decides."""
+    drafted, sources = [], []
+    while len(drafted) < k and not set(drafted[-1:]) & loaded.stop_ids:
+        text = [*tokens, *drafted]
+        best, ids = loaded.model(input_ids=torch.tensor([text])).logits[0, -1, : loaded.num_ids].topk(2)
+        index = NgramIndex(text, POLICY_NGRAM)
+        token, source = policy.choose(index, int(ids[0]), float(best[0] - best[1]))
+        drafted.append(token)
+        sources.append("copy" if policy.sure(index) is not None else source)
+    return drafted, sources
+
+
+def requests(chain):
+    """Ends of real texts: where the model goes on by itself, and where it stands in a passage that it has copied."""
+    rows = read_shards(shard_paths(chain.recipe.cache_dir / "teacher", "development"))[:10]
+    texts = [[*row.prompt_ids, *row.continuation_ids[: 2 * at]] for at, row in enumerate(rows)]
+    texts += [[*text[-60:], *text[-60 : -60 + 3 * at]] for at, text in enumerate(texts, 1)]
+    return [DraftRequest(text, 3 + at % 14) for at, text in enumerate(texts)]
+
+
+def test_copies_fed_late_change_no_draft(chain, engine):
+    """Runs are fed with the token behind them, in batches, cold and warm; each draft is as if each token were asked."""
+    engine.copy_policy, wanted = SURE, requests(chain)
+    expected = [one_by_one(engine.loaded, SURE, one.tokens, one.k) for one in wanted]
+    for batches in (
+        [wanted],
+        [[one] for one in wanted],
+        [wanted[::-1]],
+        [wanted[at : at + 5] for at in range(0, 20, 5)],
+    ):
+        found = {id(one): draft for batch in batches for one, draft in zip(batch, engine.draft(batch), strict=True)}
+        drafts = [found[id(one)] for one in wanted]
+        assert [(draft.tokens, draft.sources) for draft in drafts] == expected
+    assert all(draft.finish_reason == ("stop" if draft.tokens[-1] in (256, 258) else "length") for draft in drafts)
+
+
+class Counted:
+    """A forward pass that remembers what it was fed."""
+
+    def __init__(self, forward):
+        self.forward, self.fed = forward, []
+
+    def __call__(self, cache, tokens, *places, **more):
+        self.fed += tokens
+        return self.forward(cache, tokens, *places, **more)
+
+    def __getattr__(self, name):
+        return getattr(self.forward, name)
+
+
+def test_a_draft_of_copies_alone_asks_no_model(engine):
+    """And where the copied passage holds a stop id, the draft ends with it. What was never fed is not in the cache."""
+    engine.copy_policy, passage = SURE, list(range(40, 60))
+    engine.forward = counted = Counted(engine.forward)
+    draft = engine.draft([DraftRequest([*passage, *passage[:5]], 12)])[0]
+    assert (draft.tokens, draft.sources, counted.fed) == (passage[5:17], ["copy"] * 12, [])
+    draft = engine.draft([DraftRequest([*passage, 258, *passage[:17]], 12)])[0]
+    assert (draft.tokens, draft.finish_reason, counted.fed) == ([*passage[17:], 258], "stop", [])
+    request = [*passage, *passage[:5], 7]
+    assert engine.draft([DraftRequest(request, 1)])[0].sources == ["model"] and counted.fed == request

@@ -219,7 +219,7 @@ def test_streams(fuzz, slow):
 
 DOCUMENTS = (
     "config.json", "generation.json", "quantization.json", "copy_policy.json", "architecture.json", "self_check.json",
-    "adapter.json", "tokenizer_config.json", "tokenizer.json",
+    "draft_vocabulary.json", "adapter.json", "tokenizer_config.json", "tokenizer.json",
 )  # fmt: skip
 
 

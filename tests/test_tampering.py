@@ -224,6 +224,7 @@ HARMLESS = {
     ("architecture.json", "recipe"): "the recipe of the training; read by its own strict reader where it is used",
     ("architecture.json", "phase_log", ANY): "the log of the training, shown in /info",
     ("architecture.json", "phase_log"): "an entry more or less of that log",
+    ("copy_policy.json", "limits", ANY): "any limits: what a copy overrides, never what a target accepts",
     ("generation.json", "context"): "what a request may hold; any length that the self-check's prompts fit into",
     ("generation.json", "stop_ids"): "the loader holds them against the tokenizer's and config.json's",
     ("quantization.json", "source"): "names the checkpoint; the packer compares it with phase_log before it packs",
@@ -262,6 +263,7 @@ def expected_harmless(file: str, path: tuple) -> bool:
         "generation.json",
         "quantization.json",
         "copy_policy.json",
+        "draft_vocabulary.json",
         "architecture.json",
         "self_check.json",
         "adapter.json",
@@ -465,7 +467,7 @@ def test_adapters_that_do_not_belong(bench, small, tmp_path):
 def test_files_unlisted_and_missing(bench):
     for name in bench.original:
         bench.refused({name: None}, ("missing", name))
-        if name not in ("manifest.json", "tokenizer_config.json"):
+        if name not in ("manifest.json", "tokenizer_config.json", "draft_vocabulary.json"):  # these two may be missing
             bench.refused(bench.signed({name: None}), ("missing, and from the manifest", name))
     for name in ("notes.txt", ".hidden", "model.safetensors", "weights.safetensors", "pytorch_model.bin", "evidence"):
         bench.refused({name: b"x"}, ("unlisted", name))
