@@ -216,8 +216,8 @@ def summarise(
 
     The record holds tau for each k, and in full for the largest, here called 16: `tau16_interval`,
     `fixed_prefix_accepted16`, `by_category` {category: tau16}, the three novelty groups {group: tau16} (null where a
-    group has no round), the curves by position. `seconds` is the training time of the stage's phase. Raises
-    ValueError without rows.
+    group has no round), the curves by position, `copied_share` of the tokens (by a copy policy, without the model).
+    `seconds` is the training time of the stage's phase. Raises ValueError without rows.
     """
     if not rows:
         raise ValueError(f"stage {stage!r}: no rows to score")
@@ -242,6 +242,7 @@ def summarise(
         f"fixed_prefix_accepted{top}": _rounded(acceptance.ratio(*fixed)),
         "by_category": {name: tau_where(categories, name) for name in sorted(set(categories))},
         **{name: tau_where(groups, name) for name in NOVELTY},
+        "copied_share": _rounded(acceptance.ratio(np.array([score.copied for score in scores]), positions)),
         "layers": layers,
         "seconds": seconds if seconds is None else round(seconds, 1),
         f"cumulative{top}": _rounded(counts[top].cumulative()),

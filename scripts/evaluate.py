@@ -241,8 +241,6 @@ def evaluate_target(
         seconds=training_seconds(recipe, target.stage),
         **summary,
     )
-    if any(score.copied for score in scores):
-        result.record["copied_share"] = round(sum(score.copied for score in scores) / result.record["tokens"], 4)
     result.record["replay"] = None
     if replay:
         chosen = thin_out(range(len(rows)), replay)
@@ -292,7 +290,7 @@ def print_tables(records: Sequence[dict[str, Any]]) -> None:
     print(f"\n{first['rows']} rows, {first['tokens']} answer tokens", end="")
     print("" if share is None else f", near-ties of the teacher {100 * share:.2f} %")
     for record in records:
-        if "copied_share" in record:
+        if record["copied_share"]:
             print(f"{record['stage']}: {100 * record['copied_share']:.1f} % of the tokens are copied without the model")
         if parity := record["replay"]:
             print(
