@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from drafter.acceptance import replay_rows, rounds_from_runs
 from drafter.draft_vocabulary import from_text, most_frequent, own_ids, to_text
 from drafter.engine import DraftEngine, DraftRequest
-from drafter.recipe import RecipeError, load_recipe
+from drafter.provenance import write_json
+from drafter.recipe import RecipeError, RunDocument, load_recipe
 from drafter.scoring import score_forward
 from drafter.teacher_data import id_counts, read_shards, shard_paths
 from model_io import load_model, verify
@@ -83,6 +84,16 @@ def test_a_size_that_cannot_be_is_no_recipe(tmp_path, size):
     path = edited(tmp_path, lambda recipe: recipe["serving"].update(draft_vocabulary=size))
     with pytest.raises(RecipeError, match="draft_vocabulary"):
         load_recipe("tiny", path)
+
+
+def test_runs_begun_before_it_was_declared_go_on(tmp_path, monkeypatch):
+    """A required field would make every run folder on a disk unreadable that was begun without it."""
+    monkeypatch.setattr("drafter.recipe.ROOT", tmp_path)
+    recipe = load_recipe("tiny")
+    document = RunDocument(recipe, []).document()
+    del document["recipe"]["serving"]["draft_vocabulary"]
+    write_json(recipe.run_dir / "architecture.json", document)
+    assert RunDocument.open(recipe).recipe.serving.draft_vocabulary is None
 
 
 # ---------------------------------------------------------------------------- the document
