@@ -26,6 +26,7 @@ from drafter.native import library
 from drafter.stepping import decode
 
 PROMPT_TOKENS, PREFILL_TOKENS, STEPS = 100, 512, 16
+FEW_IDS = 16_384  # of a draft vocabulary, for the row that shows what a shorter head saves
 
 # The program of the other process: a line of JSON in, a line of JSON out, until its input ends.
 LLAMA = """
@@ -195,8 +196,9 @@ def gemm_rate(device: str = "cpu", size: int = 2048, runs: int = 5) -> float:
     return 2 * size**3 / best_s
 
 
-def step_bytes(decoder: Decoder, batch: int, positions: int) -> int:
-    """Bytes that one decode step must read: every matrix once, keys and values of each row once."""
+def step_bytes(decoder: Decoder, batch: int, positions: int, head_rows: int | None = None) -> int:
+    """Bytes that one decode step must read: every matrix once, keys and values of each row once; of the head all rows
+    of ids that exist, or `head_rows` of them."""
     matrices = [matrix for layer in decoder.layers for matrix in layer.matrices] + [decoder.head]
     tensors = [
         tensor
@@ -205,6 +207,8 @@ def step_bytes(decoder: Decoder, batch: int, positions: int) -> int:
         if tensor is not None
     ]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    head = decoder.head.codes.numel() * decoder.head.codes.element_size()
+    weights -= round(head * (1 - (head_rows or decoder.num_ids) / decoder.head.shape[0]))
     return weights + batch * positions * decoder.cache_bytes_per_token
 
 
@@ -290,7 +294,10 @@ def time_model(
     decoder = decoder_of(loaded.model, loaded.tensors, loaded.adapter, **settings)
     with contextlib.ExitStack() as stack:
         runners = {"ours": own_runner(decoder, "native" if device == "cpu" else "plain", slots, device)}
+        few = f"ours, {FEW_IDS:,} ids"
         if device == "cpu":
+            ids = np.arange(FEW_IDS, dtype=np.int32)
+            runners[few] = own_runner(decoder, "native", slots, vocabulary=ids)
             runners["ours-plain"] = own_runner(decoder, "plain", slots)
         runners["transformers"] = transformers_runner(merged.to(device))
         for kind, path in gguf.items():
@@ -299,7 +306,8 @@ def time_model(
             print(f"{name}, llama.cpp {kind}: {system}")
         rows = measure(runners, decoder.num_ids, batches, rounds, progress)
     for row in rows:
-        size = step_bytes(decoder, row["batch"], PROMPT_TOKENS + STEPS // 2)
+        head_rows = FEW_IDS if row["engine"] == few else None
+        size = step_bytes(decoder, row["batch"], PROMPT_TOKENS + STEPS // 2, head_rows)
         floor_ms = 1e3 * size / bandwidth
         row |= {"step_bytes": size, "floor_ms_per_step": round(floor_ms, 3)}
     return [{"model": name, **row} for row in rows]

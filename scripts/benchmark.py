@@ -115,12 +115,12 @@ def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
 
 def print_drafts(rows: list[dict[str, Any]]) -> None:
     columns = f"{'ms/step':>9} {'min':>8} {'max':>8} {'floor':>8} {'512 ms':>8}"
-    print(f"\n{'model':<16} {'engine':<18} {'batch':>5} {columns}")
+    print(f"\n{'model':<16} {'engine':<20} {'batch':>5} {columns}")
     for row in rows:
         prefill = "" if row["prefill_ms"] is None else f"{row['prefill_ms']:,.0f}"
         times = " ".join(f"{row[key]:>8.2f}" for key in ("min", "max", "floor_ms_per_step"))
         print(
-            f"{row['model']:<16} {row['engine']:<18} {row['batch']:>5} {row['ms_per_step']:>9.2f} {times} {prefill:>8}"
+            f"{row['model']:<16} {row['engine']:<20} {row['batch']:>5} {row['ms_per_step']:>9.2f} {times} {prefill:>8}"
         )
 
 
@@ -179,7 +179,7 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
             gguf = {
                 kind: bench.gguf_file(work / "gguf" / name, weights, config, kind, args.llama_python) for kind in kinds
             }
-        steps = len(args.batches) * (args.runs + 1) * (3 + len(gguf))
+        steps = len(args.batches) * (args.runs + 1) * (4 + len(gguf))
         with progress_bar(steps, name, " runs", delay=10) as bar:
             rows += bench.time_model(
                 name, loaded, merged, gguf, python=args.llama_python, batches=args.batches, rounds=args.runs,
