@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDED_PACKAGES = (
     "torch",
     "transformers",
+    "vllm",
     "tokenizers",
     "safetensors",
     "bitsandbytes",

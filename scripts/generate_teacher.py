@@ -9,8 +9,9 @@ log-probabilities come from the same pass. Rows are saved as they end and a run 
 ids that no shard holds yet. A tail that repeats itself is cut (drafter.teacher_data.loop_start).
 
 --decoder own runs the teacher through the engine's own forward pass (CPU, bf16), transformers through a plain loop over
-the transformers model; auto takes the first where its kernels can be built. The two differ in near-ties alone, but the
-shards of a recipe are made by one of them: the other one's are refused.
+the transformers model; auto takes the first where its kernels can be built. vllm (where it is installed; not run on a
+GPU, see drafter/vllm_decoder.py) hands ids in and takes ids and top-K lists out. They differ in near-ties alone, but the
+shards of a recipe are made by one of them: the others' are refused.
 """
 
 import argparse
@@ -39,9 +40,11 @@ from drafter.teacher_data import (
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
+LIBRARIES = {"transformers": ("torch", "transformers"), "own": ("torch", "transformers"), "vllm": ("torch", "vllm")}
 # What decides an answer beside the weights.
 COMMON = ("decoding.py", "chat.py", "teacher_data.py")
-CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", "kernels.c", "kernels.h")}
+CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", "kernels.c", "kernels.h"),
+        "vllm": (*COMMON, "vllm_decoder.py")}  # fmt: skip
 
 
 def pools(recipe: Recipe) -> list[Path]:
@@ -51,11 +54,11 @@ def pools(recipe: Recipe) -> list[Path]:
 
 
 def choose_decoder(recipe: Recipe, decoder: str, device: str) -> str:
-    """`own` or `transformers`; ValueError when `own` is asked for where it cannot run."""
+    """`own`, `transformers` or `vllm`; ValueError when `own` is asked for where it cannot run."""
     from drafter.kernel_check import check_kernels
     from drafter.native import BuildError
 
-    if decoder == "transformers":
+    if decoder in ("transformers", "vllm"):
         return decoder
     try:
         if device != "cpu" or recipe.generation.dtype != "bfloat16":
@@ -69,7 +72,7 @@ def choose_decoder(recipe: Recipe, decoder: str, device: str) -> str:
 
 
 def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[int]]) -> Callable[..., list]:
-    """The teacher's weights behind one of the two decode loops, ready for these prompts."""
+    """The teacher's weights behind one of the decode loops, ready for these prompts."""
     import torch
 
     from drafter.decoder import decoder_of
@@ -79,11 +82,19 @@ def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[i
 
     settings, teacher = recipe.generation, recipe.teacher
     folder = recipe.cache_dir / "models" / "teacher"
+    slots, longest = min(settings.batch_size, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens
+    if decoder == "vllm":
+        from drafter import vllm_decoder
+
+        engine = vllm_decoder.open_vllm(
+            folder, dtype=settings.dtype, context=longest, batch_size=settings.batch_size, top_k=settings.top_k
+        )
+        rows = {"num_ids": teacher.num_ids, "table_rows": read_json(folder / "config.json")["vocab_size"]}
+        return functools.partial(vllm_decoder.decode, engine, **rows, batch_size=settings.batch_size)
     model = load_causal_lm(folder, getattr(torch, settings.dtype), device, stop_ids=teacher.stop_ids)
     if decoder == "transformers":
         own = {"num_ids": teacher.num_ids, "batch_size": settings.batch_size}
         return functools.partial(greedy_decode, model, **own)
-    slots, longest = min(settings.batch_size, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens
     weights = decoder_of(model, num_ids=teacher.num_ids, positions=longest)
     forward = NativeForward(weights, threads=torch.get_num_threads(), max_tokens=max(MAX_TOKENS, slots))
     return functools.partial(decode, forward, forward.new_cache(slots, longest))
@@ -99,7 +110,7 @@ def shard_metadata(recipe: Recipe, teacher: Path, device: str, decoder: str) -> 
         "batch_size": recipe.generation.batch_size,
         "device": device.split(":")[0],
         "code_sha256": code_hash(*(f"drafter/{name}" for name in CODE[decoder])),
-        "versions": {name: version for name, version in versions().items() if name in ("torch", "transformers")},
+        "versions": {name: version for name, version in versions().items() if name in LIBRARIES[decoder]},
     }
 
 
@@ -144,6 +155,26 @@ def answer(
     return counts
 
 
+def teacher_files(recipe: Recipe) -> dict[str, str]:
+    """{file: sha256} of the teacher, as its source.json says."""
+    return read_json(recipe.cache_dir / "models" / "teacher" / "source.json")["files"]
+
+
+def refuse_other_teacher(recipe: Recipe) -> None:
+    """ValueError when the answers on disk are those of other weights than the teacher has now.
+
+    A shard names the declared source; what a wheel's member was converted to is known by these hashes alone.
+    """
+    path, now = recipe.cache_dir / "teacher" / "manifest.json", teacher_files(recipe)
+    answered = read_json(path).get("teacher_files", now) if path.exists() else now
+    if answered != now:
+        differ = sorted(name for name in {*answered, *now} if answered.get(name) != now.get(name))
+        raise ValueError(
+            f"{path.parent} holds answers of a teacher with other files ({', '.join(differ)}). Move it away to make "
+            "them anew, or put the teacher back"
+        )
+
+
 def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
     """Counts over all shards on disk, per pool; written to teacher/manifest.json with every shard's sha256."""
     folder, report = recipe.cache_dir / "teacher", {}
@@ -165,7 +196,7 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
         "hours": round(before["hours"] + elapsed_s / 3600, 4),
         "generated_tokens": before["generated_tokens"] + made["generated_tokens"],
     }
-    document = {"recipe": recipe.name, "pools": report, "cost": cost}
+    document = {"recipe": recipe.name, "teacher_files": teacher_files(recipe), "pools": report, "cost": cost}
     if any(pool["shards"] for pool in report.values()):
         first = next(path for pool in report for path in shard_paths(folder, pool))
         document["settings"] = read_metadata(first)
@@ -180,6 +211,7 @@ def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto") -> dic
     teacher = recipe.cache_dir / "models" / "teacher"
     if not (teacher / "source.json").exists():
         raise ValueError(f"no teacher in {teacher}: python -m scripts.download_models --recipe {recipe.name}")
+    refuse_other_teacher(recipe)
     prompt_files = pools(recipe)
     if not prompt_files:
         raise ValueError(
@@ -239,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, choices=recipe_names(), help="recipe of architecture.json")
     parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    decoders = ("auto", "own", "transformers")
+    decoders = ("auto", "own", "transformers", "vllm")
     parser.add_argument("--decoder", default="auto", choices=decoders, help="own: fast, on the CPU; see above")
     parser.add_argument("--dry-run", action="store_true", help="rows, tokens, bytes and hours at most; nothing written")
     arguments = parser.parse_args(argv)
