@@ -10,7 +10,7 @@ ids that no shard holds yet. A tail that repeats itself is cut (drafter.teacher_
 
 --decoder own runs the teacher through the engine's own forward pass (CPU, bf16), transformers through a plain loop over
 the transformers model; auto takes the first where its kernels can be built. vllm (where it is installed; not run on a
-GPU, see drafter/vllm_decoder.py) hands ids in and takes ids and top-K lists out. They differ in near-ties alone, but the
+GPU, see drafter/vllm_decoder.py) takes ids in and gives ids and top-K lists. They differ in near-ties alone, but the
 shards of a recipe are made by one of them: the others' are refused.
 """
 

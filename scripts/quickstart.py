@@ -1,4 +1,4 @@
-"""Every step of a recipe in one process: models, prompts, teacher, six phases, archive, evaluation, a served draft.
+"""Every step of a recipe in one process: models, prompts, teacher, six phases, archive, evaluation, a draft, an audit.
 
     python -m scripts.quickstart --recipe smollm2-quick            # what scripts/quickstart.sh runs
     python -m scripts.quickstart --recipe smollm2-quick --record   # and keep the table in data/results/ and README
@@ -29,6 +29,7 @@ from drafter.provenance import ROOT, read_json, relative, sha256_file, sha256_js
 from drafter.recipe import PHASES, Recipe, RunDocument, load_recipe, recipe_names
 from drafter.teacher_data import read_shards, shard_paths
 from scripts import (
+    audit,
     download_models,
     draft_client,
     extend_data,
@@ -172,6 +173,14 @@ def serve_once(recipe: Recipe, packed: Path) -> dict:
     return {"ready_s": round(ready_s, 1), "accepted": accepted, "drafted": len(target), "timings": again["timings"]}
 
 
+def audit_made(packed: Path) -> None:
+    """Walks the archive back to the pins; ValueError when a link is broken."""
+    report, run_dir = audit.audit(packed)
+    audit.keep(report, packed, run_dir)
+    if report.faults:
+        raise ValueError(f"the audit found {len(report.faults)} faults; the first: {report.faults[0].text()}")
+
+
 # ---------------------------------------------------------------------------- the whole
 
 
@@ -197,6 +206,8 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
         document = evaluate_stages(recipe, packed, plain)
     with clock.step("serve"):
         served = serve_once(recipe, packed)
+    with clock.step("audit"):
+        audit_made(packed)
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     clock.peak_bytes["serve"] = children  # the server's, a process of its own
     peak = max(peak for peak in clock.peak_bytes.values() if peak)
