@@ -6,9 +6,9 @@
     python -m scripts.audit model --dry-run        # the links that would be walked
 
 Exit status 1 when a link is broken; each fault names link, file, expected and actual value. Needs what the recipe's
-steps left below runs/ and data/cache/: what is missing is a gap too. Reads every file and every row, runs no model; memory
-is that of the archive, one tensor and one pool's prompts. Writes audit.json into the run's folder. Final prompts are
-hashed and never read. No network.
+steps left below runs/ and data/cache/: what is missing is a gap too. Reads every file and every row, runs no model;
+memory is that of the archive, one tensor and one pool's prompts. Writes audit.json into the run's folder. Final prompts
+are hashed and never read. No network.
 """
 
 import argparse
