@@ -28,7 +28,7 @@ PRIVATE = {
     "web address": re.compile(r"\b(?:https?|ftp|ssh)://[^\s\"'<>]+", re.IGNORECASE),
     "network address": re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])"),
     "local path": re.compile(r"(?<![\w.])/(?:home|root|Users|tmp|mnt|media|var|opt|srv|work|workspace|data|scratch)/\w"
-                             r"|\b[A-Z]:\\\w|~/\w"),
+                             r"|\b[A-Z]:\\{1,2}\w|~/\w"),  # JSON doubles a backslash
 }  # fmt: skip
 SECRETS = {
     "hub token": re.compile(r"\bhf_[A-Za-z0-9]{30,}"),
