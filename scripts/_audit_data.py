@@ -136,7 +136,7 @@ def _check_manifest(report: Report, recipe: Recipe, name: str, pinned: set[str])
     changed = [file for file, sha256 in manifest["code"].items()
                if not (ROOT / file).is_file() or report.sha256(ROOT / file) != sha256]  # fmt: skip
     if changed:
-        report.notes.append(f"{path.name} was made by other code than lies here: {', '.join(changed)}")
+        report.note(f"{path.name} was made by other code than lies here: {', '.join(changed)}")
 
 
 def earlier(name: str) -> list[str]:
@@ -296,4 +296,4 @@ def check_final(report: Report, recipe: Recipe, folder: Path | None, archive_id:
         report.figures["final_checks"] = len(own)
         report.figures["final_sha256"] = final
         if own and own[0][1].get("final_sha256") != final:
-            report.notes.append(f"{relative(own[0][0])} is of another final file than {path.name}")
+            report.note(f"{relative(own[0][0])} is of another final file than {path.name}")

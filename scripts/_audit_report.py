@@ -63,6 +63,11 @@ class Report:
             return False
         return self.check(path, f"sha256 is not the one in {said_by}", expected, self.sha256(path))
 
+    def note(self, text: str) -> None:
+        """What is no fault and should be known; said once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def sha256(self, path: Path) -> str:
         """Each file is read once in an audit, however many documents name it."""
         if path not in self._hashes:

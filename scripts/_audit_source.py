@@ -204,7 +204,7 @@ def check_history(report: Report, root: Path = ROOT) -> None:
     with report.link("history", root):
         text = _git(root, "log", "--all", "-p", "-U0", "--no-color", "--no-ext-diff", "--format=commit %H")
         if text is None:
-            report.notes.append("no git history to scan here")
+            report.note("no git history to scan here")
             return
         declared, commit, file = declared_repositories(), "", ""
         for line in text.splitlines():

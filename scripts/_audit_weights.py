@@ -224,7 +224,7 @@ def _check_model(report: Report, folder: Path, model: Model) -> None:
             if report.check(file.path, "its sha256 is pinned, or in corpora.lock.json", True, file.sha256 is not None):
                 report.check(file.path, "pin and source.json", file.sha256, record["files"].get(file.name))
     if isinstance(model.source, WheelSource):
-        report.notes.append(
+        report.note(
             f"{relative(folder)} was converted from {model.source.member} (sha256 {model.source.member_sha256[:12]}), "
             "which is not kept: what it became is known by source.json"
         )
