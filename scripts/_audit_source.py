@@ -42,7 +42,7 @@ FINAL = re.compile(r"(?:^|/)final\.jsonl$")
 # What may be done with the path of the final prompts outside validate: name it, hash it, ask whether it is there.
 WITHOUT_READING = {"sha256_file", "sha256", "exists", "is_file", "relative", "file", "check", "fault", "link"}
 OPENS_FINAL = ("scripts/validate.py",)
-# These bring what a recipe names, so they call a loader with a variable.
+# These bring what a recipe names, so they may call a loader with a variable; tests ask a hub of their own.
 DOWNLOADERS = ("scripts/download_data.py", "drafter/fetch.py")
 TEXTS = (".py", ".sh", ".json", ".md", ".txt", ".toml", ".cfg", ".yml", ".yaml", ".c", ".h", ".jsonl", ".ini", "")
 HISTORY_LIMIT_S = 300
@@ -96,11 +96,12 @@ def check_source(report: Report, root: Path = ROOT) -> None:
                 at = None if found is None else f"line {text.count(chr(10), 0, found.start()) + 1}"
                 report.check(name, f"holds a {kind}", None, at)
             if path.suffix == ".py":
-                for line, problem, value in foreign_data(ast.parse(text, name), declared, name in DOWNLOADERS):
+                by_variable = name in DOWNLOADERS or name.startswith("tests/")
+                for line, problem, value in foreign_data(ast.parse(text, name), declared, by_variable):
                     report.fault(f"{name}:{line}", problem, "one that a recipe declares", value)
 
 
-def foreign_data(tree: ast.Module, declared: set[str], downloader: bool = False) -> Iterator[tuple[int, str, str]]:
+def foreign_data(tree: ast.Module, declared: set[str], by_variable: bool = False) -> Iterator[tuple[int, str, str]]:
     """(line, problem, value) of whatever brings data that no recipe declares."""
     names = {repo.partition("/")[2] for repo in declared}  # CORPUS/SUBSET is a family of prompts
     for node in ast.walk(tree):
@@ -110,7 +111,7 @@ def foreign_data(tree: ast.Module, declared: set[str], downloader: bool = False)
                 if module.split(".")[0] in BENCHMARK_PACKAGES:
                     yield node.lineno, "imports a benchmark", module
         elif isinstance(node, ast.Call):
-            yield from _call(node, declared, downloader)
+            yield from _call(node, declared, by_variable)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
             known = text in declared or text.partition("/")[0] in names or "." in text
@@ -118,13 +119,13 @@ def foreign_data(tree: ast.Module, declared: set[str], downloader: bool = False)
                 yield node.lineno, "names a data set", text
 
 
-def _call(node: ast.Call, declared: set[str], downloader: bool) -> Iterator[tuple[int, str, str]]:
+def _call(node: ast.Call, declared: set[str], by_variable: bool) -> Iterator[tuple[int, str, str]]:
     name = _name(node.func)
     given = {keyword.arg: keyword.value for keyword in node.keywords}
-    if name in LOADERS and not downloader:
+    if name in LOADERS:
         which = node.args[0] if node.args else given.get("path", given.get("repo_id"))
         repo = which.value if isinstance(which, ast.Constant) else ast.unparse(which) if which is not None else "?"
-        if repo not in declared:
+        if repo not in declared and not (by_variable and not isinstance(which, ast.Constant)):
             yield node.lineno, f"loads a data set by {name}", str(repo)
     split = given.get("split")
     if isinstance(split, ast.Constant) and isinstance(split.value, str) and held_out_token(split.value):

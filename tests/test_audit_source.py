@@ -87,6 +87,12 @@ def test_what_brings_data(code, found):
     assert bool(list(foreign_data(ast.parse(code), {"openai/gsm8k"}))) is found
 
 
+def test_the_downloader_may_name_what_it_brings_by_a_variable_alone():
+    for repo, found in (("file.repo", False), (f'"{BENCHMARK}"', True)):
+        code = f"hf_hub_{'download'}({repo}, name)"
+        assert bool(list(foreign_data(ast.parse(code), {"openai/gsm8k"}, True))) is found
+
+
 @pytest.mark.parametrize(
     ("code", "found"),
     [
