@@ -23,6 +23,9 @@ thrown away: the teacher writes its own. What becomes of a conversation is decid
     more characters than the cap                 drop      too_many_chars (before any other text work)
     more tokens than the cap                     drop      too_many_tokens
     seen before (case, white space aside)        drop      duplicate
+    near to a held-out row (5-grams, J >= .8)    drop      near_held_out
+    near to an earlier row of the corpora        drop      near_duplicate
+    shares an 8-gram with the list of --against  drop      against
 
 With history "first_turn" only the system text, the first user turn and the role after it are looked at. With
 "regenerate" the whole conversation must alternate; all user turns are kept and the teacher answers them in order.
@@ -107,8 +110,8 @@ class Counters:
         }
 
 
-class Dropped(Exception):
-    """Raised inside this module for a row that a rule drops; `reason` is a counter of the table above."""
+class Dropped(ValueError):
+    """Raised by `clean_messages` for a row that a rule drops; `reason` is a counter of the table above."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -228,7 +231,8 @@ class Cleaner:
     """Raw conversations -> messages of prompt rows; every row that goes in is counted, once.
 
     `seen` holds the `duplicate_key` of every prompt so far, over all files and steps (about 100 bytes a row in a
-    Python set). `count_tokens` renders and counts a prompt; it is asked last, about what every other rule kept.
+    Python set). Each of `rules` gives the counted reason to drop a prompt, or None (drafter/duplicates.py).
+    `count_tokens` renders and counts a prompt; it is asked last, about what every other rule kept.
     """
 
     def __init__(
@@ -236,6 +240,7 @@ class Cleaner:
     ) -> None:
         self.history, self.max_chars, self.max_tokens = history, max_chars, max_tokens
         self.count_tokens = count_tokens
+        self.rules: list[Callable[[list[dict]], str | None]] = []
         self.counters = Counters()
         self.seen: set[bytes] = set()
 
@@ -247,6 +252,9 @@ class Cleaner:
             key = duplicate_key(messages)
             if key in self.seen:
                 raise Dropped("duplicate")
+            for rule in self.rules:
+                if reason := rule(messages):
+                    raise Dropped(reason)
             if self.count_tokens(messages) > self.max_tokens:
                 raise Dropped("too_many_tokens")
         except Dropped as drop:

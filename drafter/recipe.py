@@ -174,6 +174,7 @@ class Splits(Part):
     seed: int
     skeleton_share: Share
     held_out_families: dict[str, str]  # category -> family
+    corpus_share: Share = 0.0  # of the rows of each reserved split; the others are authored prompts
 
 
 class Generation(Part):

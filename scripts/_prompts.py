@@ -9,27 +9,19 @@ its parameters, inputs and code; it is kept in NAME.manifest.json and a rerun wi
 """
 
 import argparse
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
-from drafter.corpus import (
-    Cleaner,
-    conversation_of,
-    duplicate_key,
-    prompt_row,
-    read_parquet,
-    read_prompts,
-    write_prompts,
-)
+from drafter.corpus import Cleaner, duplicate_key, prompt_id, prompt_row, read_prompts, write_prompts
+from drafter.duplicates import NEAR_NGRAM, NearIndex, Overlap, ngrams, unpack_hashes, user_text
 from drafter.provenance import ROOT, read_json, sha256_file, sha256_json, write_json
-from drafter.recipe import CATEGORIES, Corpus, Recipe, Synthetic, load_recipe
-from scripts.download_data import corpus_path, fault_of, wanted_files
+from drafter.recipe import Recipe, Synthetic, load_recipe
+from scripts._corpora import corpora_of, corpus_estimate, corpus_rows, short_id, verified_files
 from scripts.families import draw
 
 TRAIN_STEPS = {  # prompt file -> the script that makes it, in the order in which they run
@@ -39,19 +31,49 @@ TRAIN_STEPS = {  # prompt file -> the script that makes it, in the order in whic
     "expanded.extra": "make_extra_prompts",
     "focused": "make_focused",
 }
-COMMON_CODE = ("drafter/corpus.py", "scripts/_prompts.py")
+COMMON_CODE = ("drafter/corpus.py", "drafter/duplicates.py", "scripts/_corpora.py", "scripts/_prompts.py")
 DRAW_ROUNDS = 20  # new draws to make up for prompts that the caps dropped
 
 # ---------------------------------------------------------------------------- command line
 
 
-def run_script(body: Callable[[Recipe, bool], dict], doc: str, argv: list[str] | None) -> int:
-    """Parses --recipe and --dry-run, runs `body(recipe, dry_run)`, prints its result as the last line (JSON)."""
+def run_script(body: Callable[[Recipe, bool, "Against | None"], dict], doc: str, argv: list[str] | None) -> int:
+    """Parses the command line, runs `body(recipe, dry_run, against)`, prints its result as the last line (JSON)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", required=True, help="a recipe of architecture.json, for example smollm2-quick")
     parser.add_argument("--dry-run", action="store_true", help="files, rows, tokens, memory, time; no network")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="drop rows that share a word 8-gram with this list"
+    )
     args = parser.parse_args(argv)
-    return run_command(lambda: print(json.dumps(body(load_recipe(args.recipe), args.dry_run))))
+
+    def run() -> None:
+        against = Against(args.against) if args.against else None
+        print(json.dumps(body(load_recipe(args.recipe), args.dry_run, against)))
+
+    return run_command(run)
+
+
+class Against:
+    """--against FILE (text lines or JSON lines): a rule that drops what overlaps the list, and its report."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.sha256, self.overlap = path.name, sha256_file(path), Overlap(path)
+        self.matches: dict[str, int] = {}  # id of a dropped prompt -> line of the list
+
+    def rule(self, messages: list[dict]) -> str | None:
+        line = self.overlap.line(user_text(messages))
+        if line is None:
+            return None
+        self.matches[prompt_id(messages)] = line
+        return "against"
+
+    def report(self) -> dict:
+        """What the list has dropped since the last report."""
+        matches, self.matches = self.matches, {}
+        rows = [{"id": row_id, "line": line} for row_id, line in matches.items()]
+        lines = len(set(matches.values()))
+        return {"file": self.file, "sha256": self.sha256, "rows": len(rows), "lines": lines, "matches": rows}
 
 
 # ---------------------------------------------------------------------------- estimates of --dry-run
@@ -88,6 +110,10 @@ def manifest_path(recipe: Recipe, name: str) -> Path:
     return recipe.cache_dir / "prompts" / f"{name}.manifest.json"
 
 
+def against_path(recipe: Recipe, name: str) -> Path:
+    return recipe.cache_dir / "prompts" / f"{name}.against.json"
+
+
 def reserved_path(recipe: Recipe) -> Path:
     return recipe.cache_dir / "prompts" / "reserved.json"
 
@@ -117,8 +143,12 @@ def earlier_files(recipe: Recipe, name: str) -> list[Path]:
 class Step:
     """One output: its key, whether what lies on disk has that key, and the writing of rows and manifest."""
 
-    def __init__(self, recipe: Recipe, name: str, script: str, parameters: dict, inputs: Iterable[Path]) -> None:
-        self.recipe, self.name = recipe, name
+    def __init__(
+        self, recipe: Recipe, name: str, parameters: dict, inputs: Iterable[Path], against: Against | None = None
+    ) -> None:
+        self.recipe, self.name, self.against = recipe, name, against
+        script = TRAIN_STEPS.get(name, "prepare_selection")
+        parameters = {**parameters, "against": against and against.sha256}
         families = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts/families").glob("*.py"))
         code = (*COMMON_CODE, f"scripts/{script}.py", *families)
         base = recipe.cache_dir.parent
@@ -154,7 +184,8 @@ class Step:
                     yield row
                     bar.update()
 
-        output = prompts_path(self.recipe, self.name)
+        output, matches = prompts_path(self.recipe, self.name), against_path(self.recipe, self.name)
+        matches.unlink(missing_ok=True)
         # An interrupted run must leave no manifest that speaks of other bytes.
         manifest_path(self.recipe, self.name).unlink(missing_ok=True)
         count = write_prompts(output, counted())
@@ -164,6 +195,8 @@ class Step:
             "counts": {"category": dict(sorted(categories.items())), "family": dict(sorted(families.items()))},
             "counters": counters(),
         }
+        if self.against:
+            write_json(matches, self.against.report())
         write_json(manifest_path(self.recipe, self.name), manifest)
         return manifest
 
@@ -182,17 +215,19 @@ def report(manifest: dict, up_to_date: bool) -> dict:
 # ---------------------------------------------------------------------------- clean draws
 
 
-def new_cleaner(recipe: Recipe) -> Cleaner:
+def new_cleaner(recipe: Recipe, against: Against | None) -> Cleaner:
     """A cleaner with the recipe's caps; tokens are counted by the teacher's own tokenizer and template."""
     folder = recipe.cache_dir / "models" / "teacher"
     stop_ids = frozenset(recipe.teacher.stop_ids)
     chat = Chat.load(folder, thinking=recipe.chat.thinking, stop_ids=stop_ids, num_ids=recipe.teacher.num_ids)
-    return Cleaner(
+    cleaner = Cleaner(
         history=recipe.history,
         max_chars=recipe.caps.max_chars,
         max_tokens=recipe.caps.max_prompt_tokens,
         count_tokens=lambda messages: len(chat.render(messages)),
     )
+    cleaner.rules += [against.rule] if against else []
+    return cleaner
 
 
 def equal_parts(total: int, parts: int) -> list[int]:
@@ -226,8 +261,8 @@ def draw_rows(
                 rows.append(prompt_row(messages, **labels, split=split))
     if len(rows) < count:
         raise ValueError(
-            f"only {len(rows)} of {count} {category} prompts pass the caps ({cleaner.max_chars} characters, "
-            f"{cleaner.max_tokens} tokens); raise caps or ask for fewer. Dropped: {dict(cleaner.counters.dropped)}"
+            f"only {len(rows)} of {count} {category} prompts pass the rules and the caps ({cleaner.max_chars} "
+            f"characters, {cleaner.max_tokens} tokens); ask for fewer. Dropped: {dict(cleaner.counters.dropped)}"
         )
     return rows
 
@@ -246,14 +281,42 @@ class Reserved:
                 f"{self.path.name} was made for other splits than the recipe now declares; make it anew with: "
                 f"python -m scripts.prepare_selection --recipe {recipe.name}"
             )
+        if document["corpora"] != corpora_key(recipe):
+            raise ValueError(
+                f"{self.path.name} was made from other corpora than the recipe now declares; make it anew with: "
+                f"python -m scripts.prepare_selection --recipe {recipe.name}"
+            )
         self.skeletons = frozenset(document["skeletons"])
         self.families = frozenset(document["families"])
         self.ids = {row_id for ids in document["ids"].values() for row_id in ids}
         self.duplicate_keys = {bytes.fromhex(key) for key in document["duplicate_keys"]}
+        self.near = NearIndex()
+        for grams in itertools.chain.from_iterable(document["ngrams"].values()):
+            self.near.add(unpack_hashes(grams))
+        self.near_duplicates = unpack_hashes(document["near_duplicates"])
 
     def allows(self, family: object, skeleton: int) -> bool:
         """Whether a train step may draw from this skeleton."""
         return family.name not in self.families and skeleton_name(family, skeleton) not in self.skeletons
+
+    def hold_back(self, cleaner: Cleaner) -> None:
+        """Makes the cleaner of a train step drop what is, or is near to, a reserved prompt; and near-duplicates."""
+        cleaner.seen |= self.duplicate_keys
+        cleaner.rules += [near_rule(self.near), self._near_duplicate]
+
+    def _near_duplicate(self, messages: list[dict]) -> str | None:
+        repeated = self.near_duplicates and short_id(prompt_id(messages)) in self.near_duplicates
+        return "near_duplicate" if repeated else None
+
+
+def near_rule(index: NearIndex) -> Callable[[list[dict]], str | None]:
+    """The rule of a Cleaner that drops what is near to a row of the index."""
+    return lambda messages: "near_held_out" if index.is_near(ngrams(user_text(messages), NEAR_NGRAM)) else None
+
+
+def corpora_key(recipe: Recipe) -> str:
+    """One hash over what the recipe says of its corpora: the survey of near-duplicates speaks of these alone."""
+    return sha256_json([corpus.model_dump(mode="json") for corpus in recipe.corpora])
 
 
 def skeleton_name(family: object, skeleton: int) -> str:
@@ -263,29 +326,9 @@ def skeleton_name(family: object, skeleton: int) -> str:
 # ---------------------------------------------------------------------------- a train step
 
 
-def _corpus_rows(recipe: Recipe, corpus: Corpus, cleaner: Cleaner) -> Iterator[dict]:
-    """Prompt rows of one corpus, at most `max_rows`, streamed file by file."""
-    made = 0
-    for name in corpus.files:
-        subset = Path(name).parts[-2] if len(Path(name).parts) > 1 else "data"
-        family = f"{corpus.repo.rpartition('/')[2]}/{subset}"
-        for record in read_parquet(corpus_path(recipe, corpus, name), list(corpus.columns.values())):
-            messages = cleaner(conversation_of(record, corpus.columns))
-            if messages is None:
-                continue
-            yield prompt_row(messages, source=corpus.repo, category=corpus.category, family=family, split="train")
-            made += 1
-            if made == corpus.max_rows:
-                return
-
-
-def _corpora(recipe: Recipe, role: str) -> list[Corpus]:
-    return [corpus for corpus in recipe.corpora if corpus.role == role]
-
-
 def _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids) -> Iterator[dict]:
     for corpus in corpora:
-        yield from _corpus_rows(recipe, corpus, cleaner)
+        yield from corpus_rows(recipe, corpus, cleaner)
     for entry in synthetic:
         rows = draw_rows(
             cleaner, entry.category, entry.count, entry.seed, "train", allow=reserved.allows, exclude_ids=exclude_ids
@@ -294,41 +337,9 @@ def _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids) -> I
         yield from rows
 
 
-def _verified_files(recipe: Recipe, corpora: list[Corpus]) -> list[Path]:
-    """Local paths of the corpora's files, each with the sha256 that is pinned or locked; ValueError otherwise."""
-    for corpus in corpora:
-        if corpus.category not in CATEGORIES:
-            raise ValueError(f"corpora: {corpus.repo} needs `category`, one of {', '.join(CATEGORIES)}")
-    files = wanted_files(recipe, corpora)
-    for file in files:
-        if fault := fault_of(file):
-            raise ValueError(f"{file.label}: {fault}; run: python -m scripts.download_data --recipe {recipe.name}")
-    return [file.path for file in files]
-
-
-def _corpus_estimate(recipe: Recipe, corpus: Corpus) -> dict:
-    """Rows and tokens at most: from the footers of the files that are there, else from `max_rows`, else null.
-
-    A corpus row is capped at caps.max_prompt_tokens; how long they really are is not known before they are read.
-    """
-    paths = [corpus_path(recipe, corpus, name) for name in corpus.files]
-    present = all(path.exists() for path in paths)
-    rows = sum(pq.read_metadata(path).num_rows for path in paths) if present else None
-    known = [count for count in (rows, corpus.max_rows) if count is not None]
-    at_most = min(known, default=None)
-    return {
-        "repo": corpus.repo,
-        "files": len(paths),
-        "present": present,
-        "rows_at_most": at_most,
-        "prompt_tokens_at_most": None if at_most is None else at_most * recipe.caps.max_prompt_tokens,
-        "estimated_s": None if at_most is None else round(SECONDS_PER_ROW * at_most),
-    }
-
-
 def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> dict:
     """--dry-run: what the step would make. `rows` and its neighbours are the authored prompts; corpora stand apart."""
-    corpora = [_corpus_estimate(recipe, corpus) for corpus in _corpora(recipe, name)]
+    corpora = [corpus_estimate(recipe, corpus, SECONDS_PER_ROW) for corpus in corpora_of(recipe, name)]
     rows, categories = sum(entry.count for entry in synthetic), len({entry.category for entry in synthetic})
     parts = [f"{rows} synthetic prompts in {categories} categories"]
     for corpus in corpora:
@@ -339,7 +350,7 @@ def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> di
     return {**summary, **estimate(rows, PROMPT_TOKENS), "corpora": corpora}
 
 
-def train_step(recipe: Recipe, name: str, dry_run: bool) -> dict:
+def train_step(recipe: Recipe, name: str, dry_run: bool, against: Against | None) -> dict:
     """Makes prompts/NAME.jsonl from the corpora of role NAME and the recipe's synthetic entries of its script."""
     script = TRAIN_STEPS[name]
     synthetic = tuple(entry for entry in recipe.synthetic if entry.step == script)
@@ -347,7 +358,7 @@ def train_step(recipe: Recipe, name: str, dry_run: bool) -> dict:
         return _expected(recipe, name, synthetic)
 
     reserved, earlier = Reserved(recipe), earlier_files(recipe, name)
-    corpora = _corpora(recipe, name)
+    corpora = corpora_of(recipe, name)
     if not (corpora or synthetic):
         print(f"{name}.jsonl: the recipe {recipe.name} declares nothing for this step; the file is empty")
     parameters = {
@@ -357,14 +368,14 @@ def train_step(recipe: Recipe, name: str, dry_run: bool) -> dict:
         "history": recipe.history,
         "thinking": recipe.chat.thinking,
     }
-    inputs = [reserved.path, *earlier, *tokenizer_files(recipe), *_verified_files(recipe, corpora)]
-    step = Step(recipe, name, script, parameters, inputs)
+    inputs = [reserved.path, *earlier, *tokenizer_files(recipe), *verified_files(recipe, corpora)]
+    step = Step(recipe, name, parameters, inputs, against)
     if manifest := step.current():
         return {"step": script, "recipe": recipe.name, **report(manifest, True)}
 
-    cleaner = new_cleaner(recipe)
+    cleaner = new_cleaner(recipe, against)
+    reserved.hold_back(cleaner)
     exclude_ids = set(reserved.ids)
-    cleaner.seen |= reserved.duplicate_keys
     for path in earlier:
         for row in read_prompts(path):
             exclude_ids.add(row["id"])

@@ -14,7 +14,7 @@ from drafter.corpus import Cleaner, duplicate_key, prompt_row, read_prompts
 from drafter.recipe import CATEGORIES, Recipe
 from scripts._prompts import (
     FOCUSED_PROMPT_TOKENS,
-    TRAIN_STEPS,
+    Against,
     Reserved,
     Step,
     earlier_files,
@@ -246,7 +246,7 @@ def category_rows(category: str, count: int, seed: int, sources: list[dict], cle
         raise ValueError(f"only {made} of {count} focused {category} prompts pass the caps; lower focused.count")
 
 
-def make(recipe: Recipe, dry_run: bool) -> dict:
+def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
     count, categories = recipe.focused.count, targets(recipe)
     summary = {"step": "make_focused", "recipe": recipe.name}
     if dry_run:
@@ -261,12 +261,12 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
         "thinking": recipe.chat.thinking,
     }
     inputs = [reserved.path, *earlier, *tokenizer_files(recipe)]
-    step = Step(recipe, "focused", TRAIN_STEPS["focused"], parameters, inputs)
+    step = Step(recipe, "focused", parameters, inputs, against)
     if manifest := step.current():
         return {**summary, **report(manifest, True)}
 
-    cleaner = new_cleaner(recipe)
-    cleaner.seen |= reserved.duplicate_keys
+    cleaner = new_cleaner(recipe, against)
+    reserved.hold_back(cleaner)
     for path in earlier:
         cleaner.seen |= {duplicate_key(row["messages"]) for row in read_prompts(path)}
     sources = read_prompts(prompts_path(recipe, "distill.data"))

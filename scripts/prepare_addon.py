@@ -3,11 +3,11 @@
 Drawn from the same families with another seed; no prompt of an earlier step is drawn again."""
 
 from drafter.recipe import Recipe
-from scripts._prompts import run_script, train_step
+from scripts._prompts import Against, run_script, train_step
 
 
-def make(recipe: Recipe, dry_run: bool) -> dict:
-    return train_step(recipe, "distill.addon", dry_run)
+def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
+    return train_step(recipe, "distill.addon", dry_run, against)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,11 +4,11 @@ Corpora with role distill.data are cleaned row by row (drafter/corpus.py); recip
 synthetic prompts. Reserved skeletons, families and prompts stay out: run prepare_selection first."""
 
 from drafter.recipe import Recipe
-from scripts._prompts import run_script, train_step
+from scripts._prompts import Against, run_script, train_step
 
 
-def make(recipe: Recipe, dry_run: bool) -> dict:
-    return train_step(recipe, "distill.data", dry_run)
+def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
+    return train_step(recipe, "distill.data", dry_run, against)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,23 +7,33 @@ prompts would measure memory). Each reserved file holds every category equally, 
     new_skeleton  skeletons that no train step uses, of families that they do use
     new_family    a family that no train step uses
 
+Where the recipe names corpora, all their rows are first clustered by near-duplicates (scripts/_corpora.py), and
+`splits.corpus_share` of each reserved file is drawn from the clusters, equally over the corpora's categories. No train
+step uses a row that is near to a reserved one.
+
 Selection chooses checkpoints and codecs, development is what tables report, final is opened by validate.py alone.
 prompts/reserved.json names what is set aside; every train step reads it and refuses to run without it.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 
-from drafter.corpus import Counters, duplicate_key
+from drafter.corpus import Cleaner, Counters, duplicate_key
+from drafter.duplicates import NEAR_NGRAM, NearIndex, ngrams, pack_hashes, user_text
 from drafter.provenance import read_json, write_json
-from drafter.recipe import Recipe
+from drafter.recipe import CATEGORIES, Recipe
+from scripts._corpora import rows_by_id, survey, survey_estimate, verified_files
 from scripts._prompts import (
     PROMPT_TOKENS,
+    Against,
     Step,
+    corpora_key,
     draw_rows,
     equal_parts,
     estimate,
+    near_rule,
     new_cleaner,
     report,
     reserved_path,
@@ -73,20 +83,64 @@ def novelty_rules(recipe: Recipe, skeletons: set[str]) -> dict[str, Callable[[ob
     }
 
 
-def draw_split(recipe, split, categories, skeletons, cleaner, exclude_ids) -> list[dict]:
-    """The rows of one reserved split: categories in equal parts, each in thirds by novelty."""
+def corpus_counts(recipe: Recipe) -> dict[str, dict[str, int]]:
+    """{split: {category: rows to be drawn from the corpora}}."""
+    names = sorted({corpus.category for corpus in recipe.corpora}, key=CATEGORIES.index)
+    totals = {split: round(recipe.splits.corpus_share * getattr(recipe.splits, split)) for split in RESERVED_SPLITS}
+    return {
+        split: dict(zip(names, equal_parts(total, len(names)), strict=True)) if names else {}
+        for split, total in totals.items()
+    }
+
+
+class Candidates:
+    """Rows that stand for clusters of near-duplicates, drawn by a seeded choice among all clusters of a category.
+
+    A third more are fetched than are wanted: some are over the token cap, or near to a row that is reserved already.
+    """
+
+    def __init__(self, recipe: Recipe, heads: dict[str, list[int]]) -> None:
+        counts = corpus_counts(recipe)
+        self.waiting: dict[str, list[int]] = {}
+        for category in counts["selection"]:
+            wanted = sum(of_split[category] for of_split in counts.values())
+            rng = random.Random(f"{recipe.splits.seed}/corpora/{category}")
+            have = heads.get(category, [])
+            self.waiting[category] = rng.sample(have, min(len(have), math.ceil(4 / 3 * wanted) + 8 if wanted else 0))
+        self.rows = rows_by_id(recipe, set().union(*self.waiting.values())) if any(self.waiting.values()) else {}
+
+    def draw(self, category: str, count: int, cleaner: Cleaner, split: str) -> list[dict]:
+        """`count` rows, each once; ValueError where the clusters do not suffice."""
+        rows = []
+        while len(rows) < count and self.waiting[category]:
+            row = self.rows[self.waiting[category].pop(0)]
+            if cleaner(row["messages"]) is not None:
+                rows.append({**row, "split": split})
+        if len(rows) < count:
+            raise ValueError(
+                f"only {len(rows)} of {count} {category} rows for {split} in the corpora; lower splits.corpus_share"
+            )
+        return rows
+
+
+def draw_split(recipe, split, categories, skeletons, candidates, cleaner, exclude_ids) -> list[dict]:
+    """The rows of one reserved split: authored ones, categories in equal parts, each in thirds by novelty; then those
+    of the corpora."""
     rules = novelty_rules(recipe, skeletons)
     base_seed = 10_000 * recipe.splits.seed + 100 * RESERVED_SPLITS.index(split)
-    rows = []
-    for category, total in zip(categories, equal_parts(getattr(recipe.splits, split), len(categories)), strict=True):
+    rows, from_corpora = [], corpus_counts(recipe)[split]
+    authored = getattr(recipe.splits, split) - sum(from_corpora.values())
+    for category, total in zip(categories, equal_parts(authored, len(categories)), strict=True):
         for index, (novelty, count) in enumerate(zip(NOVELTIES, equal_parts(total, len(NOVELTIES)), strict=True)):
             rows += draw_rows(
                 cleaner, category, count, base_seed + index, split, allow=rules[novelty], exclude_ids=exclude_ids
             )
+    for category, count in from_corpora.items():
+        rows += candidates.draw(category, count, cleaner, split)
     return rows
 
 
-def make(recipe: Recipe, dry_run: bool) -> dict:
+def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
     counts = {split: getattr(recipe.splits, split) for split in RESERVED_SPLITS}
     categories, skeletons = checked_categories(recipe), reserved_skeletons(recipe)
     held_out = sorted(recipe.splits.held_out_families.values())
@@ -94,17 +148,18 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
     if dry_run:
         for split, count in counts.items():
             thirds = ", ".join(NOVELTIES)
-            print(f"{split}.jsonl: {count} prompts in {len(categories)} categories, a third each {thirds}")
+            corpus_rows = sum(corpus_counts(recipe)[split].values())
+            print(f"{split}.jsonl: {count - corpus_rows} authored prompts in {len(categories)} categories, a third "
+                  f"each {thirds}; {corpus_rows} rows of corpora")  # fmt: skip
         files = {f"{split}.jsonl": count for split, count in counts.items()}
-        return {**summary, "dry_run": True, "files": files, **estimate(sum(counts.values()), PROMPT_TOKENS)}
+        plan = estimate(sum(counts.values()), PROMPT_TOKENS)
+        return {**summary, "dry_run": True, "files": files, **survey_estimate(recipe, plan)}
 
     splits = recipe.splits.model_dump(mode="json")
-    # Rows of a corpus are reserved here too, by near-duplicate cluster, once a recipe declares how many.
     parameters = {"splits": splits, "caps": recipe.caps.model_dump(mode="json"), "thinking": recipe.chat.thinking}
-    steps = {
-        split: Step(recipe, split, "prepare_selection", {**parameters, "split": split}, tokenizer_files(recipe))
-        for split in RESERVED_SPLITS
-    }
+    parameters |= {"history": recipe.history, "corpora": corpora_key(recipe)}
+    inputs = [*tokenizer_files(recipe), *verified_files(recipe, list(recipe.corpora))]
+    steps = {split: Step(recipe, split, {**parameters, "split": split}, inputs, against) for split in RESERVED_SPLITS}
     manifests = {split: step.current() for split, step in steps.items()}
     path = reserved_path(recipe)
     if all(manifests.values()) and path.exists():
@@ -114,13 +169,18 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
 
     # Reserved.json goes first and comes back last: while it is missing no train step runs on half a reservation.
     path.unlink(missing_ok=True)
-    cleaner = new_cleaner(recipe)
+    surveyed = survey(recipe)
+    candidates = Candidates(recipe, surveyed.heads)
+    cleaner, reserved = new_cleaner(recipe, against), NearIndex()
+    cleaner.rules.append(near_rule(reserved))  # a split holds nothing near to a row of the splits before it
     exclude_ids: set[str] = set()
     document = {"format": 1, "recipe": recipe.name, "splits": splits, "skeletons": skeletons, "families": held_out}
-    document |= {"keys": {}, "sha256": {}, "ids": {}, "duplicate_keys": []}
+    document |= {"corpora": corpora_key(recipe), "survey": surveyed.counters}
+    document |= {"near_duplicates": pack_hashes(surveyed.near_duplicates)}
+    document |= {"keys": {}, "sha256": {}, "ids": {}, "ngrams": {}, "duplicate_keys": []}
     reports = []
     for split, step in steps.items():
-        rows = draw_split(recipe, split, categories, set(skeletons), cleaner, exclude_ids)
+        rows = draw_split(recipe, split, categories, set(skeletons), candidates, cleaner, exclude_ids)
         manifest = step.write(rows, cleaner.counters.as_dict)
         cleaner.counters = Counters()  # each file's manifest counts its own rows
         reports.append(report(manifest, False))
@@ -128,6 +188,10 @@ def make(recipe: Recipe, dry_run: bool) -> dict:
         document["sha256"][split] = manifest["output"]["sha256"]
         document["ids"][split] = [row["id"] for row in rows]
         document["duplicate_keys"] += [duplicate_key(row["messages"]).hex() for row in rows]
+        grams = [ngrams(user_text(row["messages"]), NEAR_NGRAM) for row in rows]
+        document["ngrams"][split] = [pack_hashes(of_row) for of_row in grams]
+        for of_row in grams:
+            reserved.add(of_row)
     write_json(path, document)
     return {**summary, "files": reports}
 

@@ -273,7 +273,7 @@ def test_dry_run_knows_a_corpus_by_its_footer(world, capsys):
 def test_caps_that_leave_too_few_prompts_are_an_error(world, capsys):
     world.change(caps=Caps(max_chars=4000, max_prompt_tokens=1))
     assert world.run(prepare_selection) == 1
-    assert "pass the caps (4000 characters, 1 tokens)" in capsys.readouterr().err
+    assert "pass the rules and the caps (4000 characters, 1 tokens)" in capsys.readouterr().err
     assert not (world.prompts / "reserved.json").exists()
 
 
@@ -294,16 +294,18 @@ def place(world, questions, name="main/train-0.parquet"):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def prepare_up_to_corpora(world):
+def prepare_up_to_corpora(world, *corpora):
+    """The steps before expanded.data, for a recipe with these corpora (those of distill.data are read on the way)."""
+    world.change(corpora=corpora)
     for script in (prepare_selection, prepare_data, prepare_addon):
-        world.run(script)
+        assert world.run(script) == 0
 
 
 def test_corpus_rows_are_cleaned_counted_and_kept_apart(world):
-    prepare_up_to_corpora(world)
+    world.run(prepare_selection)
     taken = world.rows("development")[0]["messages"][-1]["content"]
     questions = ["How many?", "  how  MANY? ", None, " ", taken.upper(), "word " * 301, "x" * 4001, "And now?"]
-    world.change(corpora=(corpus("main/train-0.parquet", place(world, questions)),))
+    prepare_up_to_corpora(world, corpus("main/train-0.parquet", place(world, questions)))
     assert world.run(extend_data) == 0
     rows, manifest = world.rows("expanded.data"), world.manifest("expanded.data")
     assert [row["messages"][0]["content"] for row in rows] == ["How many?", "And now?"]
@@ -322,18 +324,16 @@ def test_corpus_rows_are_cleaned_counted_and_kept_apart(world):
 
 
 def test_max_rows_is_kept_and_changed_rows_rebuild(world):
-    prepare_up_to_corpora(world)
     questions = [f"How many is {number}?" for number in range(9)]
-    world.change(corpora=(corpus("main/train-0.parquet", place(world, questions), max_rows=4),))
+    prepare_up_to_corpora(world, corpus("main/train-0.parquet", place(world, questions), max_rows=4))
     world.run(extend_data)
     assert len(world.rows("expanded.data")) == 4
-    world.change(corpora=(corpus("main/train-0.parquet", place(world, questions[::-1]), max_rows=4),))
+    prepare_up_to_corpora(world, corpus("main/train-0.parquet", place(world, questions[::-1]), max_rows=4))
     world.run(extend_data)
     assert world.rows("expanded.data")[0]["messages"][0]["content"] == "How many is 8?"
 
 
 def test_a_changed_or_unpinned_or_held_out_file_is_refused(world, capsys):
-    prepare_up_to_corpora(world)
     actual = place(world, ["How many?"])
     for bad, message in (
         (corpus("main/train-0.parquet", "f" * 64), f"sha256 is {actual}, expected {'f' * 64}"),
@@ -342,8 +342,13 @@ def test_a_changed_or_unpinned_or_held_out_file_is_refused(world, capsys):
         (corpus("main/test-0.parquet", actual), "held-out split ('test')"),
     ):
         world.change(corpora=(bad,))
-        assert world.run(extend_data) == 1
+        assert world.run(prepare_selection) == 1
         assert message in capsys.readouterr().err
+    good = corpus("main/train-0.parquet", actual)
+    prepare_up_to_corpora(world, good)
+    place(world, ["How much?"])
+    assert world.run(extend_data) == 1
+    assert f"expected {actual}" in capsys.readouterr().err
     assert not (world.prompts / "expanded.data.jsonl").exists()
 
 
@@ -351,12 +356,11 @@ def test_the_real_gsm8k_rows_go_through(world):
     source = ROOT.parent / "shared/corpora/openai--gsm8k/main/train-00000-of-00001.parquet"
     if not source.exists():
         pytest.skip("no GSM8K train rows in ../shared/corpora on this machine")
-    prepare_up_to_corpora(world)
     name = "main/train-00000-of-00001.parquet"
     path = world.root / "data/cache/corpora/openai--gsm8k" / REVISION / name
     path.parent.mkdir(parents=True)
     shutil.copyfile(source, path)
-    world.change(corpora=(corpus(name, hashlib.sha256(path.read_bytes()).hexdigest()),))
+    prepare_up_to_corpora(world, corpus(name, hashlib.sha256(path.read_bytes()).hexdigest()))
     assert world.run(extend_data) == 0
     counters = world.manifest("expanded.data")["counters"]
     assert counters["rows_in"] == 7473 == counters["rows_out"] + sum(counters["dropped"].values())
