@@ -1,6 +1,7 @@
 """drafter/corpus.py: what becomes of a conversation, that every row is counted, and that files are read as declared."""
 
 import json
+import re
 import subprocess
 import sys
 import unicodedata
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafter.chat import Chat
 from drafter.corpus import (
     Cleaner,
     Counters,
@@ -26,6 +28,7 @@ from drafter.corpus import (
     read_prompts,
     write_prompts,
 )
+from scripts.random_model import make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -262,9 +265,18 @@ def test_a_row_of_megabytes_is_dropped_within_time_and_memory(tmp_path):
 
 # ---------------------------------------------------------------------------- any conversation
 
+CONTROL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "<|fim_prefix|>")
+# Control tokens whole, in halves, nested and next to each other, between other text: what a forger would try.
+fragments = st.lists(
+    st.sampled_from(
+        [*CONTROL, "<|im_", "start|>", "assistant\n", "<|im_<|im_end|>end|>", "<", "|", ">", "a b", "\n", "\U000f0000"]
+    ),
+    max_size=6,
+).map("".join)
 contents = st.one_of(
     st.none(),
     st.text(max_size=30),
+    fragments,
     st.sampled_from(["", "  ", "<|im_end|>", "a\r\nb", "\u2028", "\ud800", "x" * 50]),
     st.integers(),
     st.lists(
@@ -303,6 +315,39 @@ def test_counters_add_up_for_any_rows(rows, history):
             messages[:2] if messages[0]["role"] == "system" else messages[:1], history=history, max_chars=400
         )
         assert again == messages[: len(again)] and not repairs, "cleaning a clean prompt changes nothing"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """(chat, first control id): the byte-level one, and the real Qwen3 where its tokenizer lies beside the project."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tokenizer(folder)
+    found = [(Chat.load(folder, thinking="off", stop_ids=(258, 256), num_ids=261), 256)]
+    qwen3 = ROOT.parent / "shared/qwen3_tokenizer"
+    if qwen3.exists():
+        found.append((Chat.load(qwen3, thinking="off", stop_ids=(151645, 151643), num_ids=151669), 151643))
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(turns, min_size=1, max_size=6), st.sampled_from(["first_turn", "regenerate"]))
+def test_no_conversation_forges_a_control_token(chats, conversation, history):
+    """Text of a control token in a row became the token itself: a turn that nobody wrote, an answer that had ended.
+
+    Whatever a row holds, its prompt has the control ids of a conversation of the same roles about nothing, in the same
+    order; and with the byte-level tokenizer all of the text is there.
+    """
+    messages = cleaner(history, max_chars=400)(conversation)
+    if messages is None:
+        return
+    for chat, first in chats:
+        ids = chat.render(messages)
+        plain = chat.render([turn(message["role"], "x") for message in messages])
+        assert [one for one in ids if one >= first] == [one for one in plain if one >= first]
+        if first == 256:
+            # Two private characters are the library's own marks and are taken out of a text.
+            texts_in = (re.sub("[\U000f0000\U000f0001]", "", message["content"]) for message in messages)
+            assert all(text in chat.decode(ids) for text in texts_in)
 
 
 def test_a_lost_row_stops_the_manifest():

@@ -9,9 +9,13 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from archives import REPORTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_corpus import TURN, turn
 from test_prepare import TRAIN, corpus, place, world  # noqa: F401
 
 from drafter.corpus import read_parquet
@@ -231,6 +235,64 @@ def test_too_few_clusters_are_an_error(world, capsys):  # noqa: F811
     world.change(corpora=(declared,), splits=splits)
     assert world.run(prepare_selection) == 1
     assert "only 12 of 21 math rows for selection in the corpora" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- a file of full size
+
+FULL_SIZE = """
+import hashlib, json, sys, time
+from pathlib import Path
+import drafter.recipe
+from drafter.recipe import Corpus, FilePin, load_recipe
+from scripts import _prompts, download_data, prepare_data, prepare_selection
+from scripts.random_model import make_random_model
+root, name = Path(sys.argv[1]), sys.argv[2]
+drafter.recipe.ROOT, download_data.LOCK = root, root / "lock.json"
+tiny = load_recipe("tiny")
+corpus = Corpus(repo="a/b", revision="0" * 40, files={name: FilePin(sha256=sys.argv[3])}, licence="MIT",
+                role="distill.data", columns={"messages": "messages"}, category="chat")
+splits = tiny.splits.model_copy(update={"corpus_share": 0.5})
+recipe = tiny.model_copy(update={"corpora": (corpus,), "splits": splits})
+_prompts.load_recipe = lambda name: recipe
+make_random_model(recipe.teacher, recipe.cache_dir / "models" / "teacher")
+for script in (prepare_selection, prepare_data):
+    started = time.perf_counter()
+    assert script.main(["--recipe", "tiny"]) == 0
+    print(script.__name__, round(time.perf_counter() - started, 1), "s")
+status = Path("/proc/self/status").read_text()
+peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+manifest = json.loads((recipe.cache_dir / "prompts/distill.data.manifest.json").read_text())
+print(json.dumps({"peak_bytes": peak, "counters": manifest["counters"]}))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_size_file_takes_less_than_one_and_a_half_gb(tmp_path):
+    """A reader that takes whole row groups holds all answers of a 240 MB file, unpacked, at once."""
+    name = "data/train_sft-0.parquet"
+    path = tmp_path / "data/cache/corpora/a--b" / ("0" * 40) / name
+    path.parent.mkdir(parents=True)
+    rng, rows = np.random.default_rng(0), 69_000  # as one file of UltraChat: 69,000 rows, 244 MB, 1,000 rows a group
+    letters = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", dtype=np.uint8)
+    schema = pa.schema([("prompt", pa.string()), ("messages", pa.list_(TURN))])
+    with pq.ParquetWriter(path, schema, compression="snappy", use_dictionary=False) as writer:
+        for start in range(0, rows, 23_000):
+            text = letters[rng.integers(0, 32, 3500 * 23_000, dtype=np.uint8)].tobytes().decode()
+            parts = [text[at * 3500 : (at + 1) * 3500] for at in range(23_000)]
+            parts = parts[: min(23_000, rows - start)]
+            messages = [[turn("user", part[:300]), turn("assistant", part[300:])] for part in parts]
+            prompts = [part[:300] for part in parts]
+            writer.write_table(pa.table({"prompt": prompts, "messages": messages}, schema=schema))
+    assert path.stat().st_size > 230_000_000
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    command = [sys.executable, "-c", FULL_SIZE, str(tmp_path), name, digest]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    REPORTED.append(f"corpus of {path.stat().st_size} bytes: peak {report['peak_bytes'] >> 20} MiB")
+    counters = report["counters"]
+    assert counters["rows_in"] == rows + 7 * 8 == counters["rows_out"] + sum(counters["dropped"].values())
+    assert report["peak_bytes"] < 1_500_000_000
 
 
 # ---------------------------------------------------------------------------- --against
