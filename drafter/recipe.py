@@ -157,6 +157,22 @@ class Synthetic(Part):
     seed: int
 
 
+class TextWheel(Part):
+    """A wheel of the Python package index whose functions and prose become prompts (drafter/wheel_text.py)."""
+
+    package: str
+    version: str
+    licence: str
+    sha256: Sha256
+    size_bytes: Positive
+
+
+class Texts(Part):
+    wheels: Annotated[tuple[TextWheel, ...], Field(min_length=1)]
+    counts: dict[Literal["code", "summarise", "rewrite", "extract"], Positive]  # rows of expanded.data
+    seed: int
+
+
 class Focused(Part):
     count: Positive
     seed: int
@@ -265,6 +281,7 @@ class Recipe(Part):
     history: Literal["first_turn", "regenerate"]  # regenerate: corpora step only, the teacher step refuses it yet
     caps: Caps
     synthetic: tuple[Synthetic, ...]
+    texts: Texts | None = None
     focused: Focused
     splits: Splits
     generation: Generation

@@ -22,6 +22,7 @@ from drafter.duplicates import NEAR_NGRAM, NearIndex, Overlap, ngrams, unpack_ha
 from drafter.provenance import ROOT, read_json, sha256_file, sha256_json, write_json
 from drafter.recipe import Recipe, Synthetic, load_recipe
 from scripts._corpora import corpora_of, corpus_estimate, corpus_rows, short_id, verified_files
+from scripts._texts import fetch_wheels, text_rows
 from scripts.families import draw
 
 TRAIN_STEPS = {  # prompt file -> the script that makes it, in the order in which they run
@@ -31,7 +32,10 @@ TRAIN_STEPS = {  # prompt file -> the script that makes it, in the order in whic
     "expanded.extra": "make_extra_prompts",
     "focused": "make_focused",
 }
-COMMON_CODE = ("drafter/corpus.py", "drafter/duplicates.py", "scripts/_corpora.py", "scripts/_prompts.py")
+COMMON_CODE = (
+    *("drafter/corpus.py", "drafter/duplicates.py", "drafter/wheel_text.py"),
+    *("scripts/_corpora.py", "scripts/_prompts.py", "scripts/_texts.py"),
+)
 DRAW_ROUNDS = 20  # new draws to make up for prompts that the caps dropped
 
 # ---------------------------------------------------------------------------- command line
@@ -326,9 +330,11 @@ def skeleton_name(family: object, skeleton: int) -> str:
 # ---------------------------------------------------------------------------- a train step
 
 
-def _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids) -> Iterator[dict]:
+def _train_rows(recipe, corpora, texts, synthetic, reserved, cleaner, exclude_ids) -> Iterator[dict]:
     for corpus in corpora:
         yield from corpus_rows(recipe, corpus, cleaner)
+    if texts:
+        yield from text_rows(recipe, cleaner)
     for entry in synthetic:
         rows = draw_rows(
             cleaner, entry.category, entry.count, entry.seed, "train", allow=reserved.allows, exclude_ids=exclude_ids
@@ -342,6 +348,10 @@ def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> di
     corpora = [corpus_estimate(recipe, corpus, SECONDS_PER_ROW) for corpus in corpora_of(recipe, name)]
     rows, categories = sum(entry.count for entry in synthetic), len({entry.category for entry in synthetic})
     parts = [f"{rows} synthetic prompts in {categories} categories"]
+    if recipe.texts and name == "expanded.data":
+        texts = sum(recipe.texts.counts.values())
+        parts.append(f"{texts} over texts of {len(recipe.texts.wheels)} wheels")
+        rows += texts
     for corpus in corpora:
         count = "an unknown number of" if corpus["rows_at_most"] is None else f"at most {corpus['rows_at_most']}"
         parts.append(f"{corpus['repo']}: {corpus['files']} file(s), {count} rows")
@@ -358,17 +368,19 @@ def train_step(recipe: Recipe, name: str, dry_run: bool, against: Against | None
         return _expected(recipe, name, synthetic)
 
     reserved, earlier = Reserved(recipe), earlier_files(recipe, name)
-    corpora = corpora_of(recipe, name)
-    if not (corpora or synthetic):
+    corpora, texts = corpora_of(recipe, name), recipe.texts if name == "expanded.data" else None
+    if not (corpora or texts or synthetic):
         print(f"{name}.jsonl: the recipe {recipe.name} declares nothing for this step; the file is empty")
     parameters = {
         "corpora": [corpus.model_dump(mode="json") for corpus in corpora],
+        "texts": texts and texts.model_dump(mode="json"),
         "synthetic": [entry.model_dump(mode="json") for entry in synthetic],
         "caps": recipe.caps.model_dump(mode="json"),
         "history": recipe.history,
         "thinking": recipe.chat.thinking,
     }
     inputs = [reserved.path, *earlier, *tokenizer_files(recipe), *verified_files(recipe, corpora)]
+    inputs += fetch_wheels(recipe) if texts else []
     step = Step(recipe, name, parameters, inputs, against)
     if manifest := step.current():
         return {"step": script, "recipe": recipe.name, **report(manifest, True)}
@@ -380,6 +392,6 @@ def train_step(recipe: Recipe, name: str, dry_run: bool, against: Against | None
         for row in read_prompts(path):
             exclude_ids.add(row["id"])
             cleaner.seen.add(duplicate_key(row["messages"]))
-    rows = _train_rows(recipe, corpora, synthetic, reserved, cleaner, exclude_ids)
+    rows = _train_rows(recipe, corpora, texts, synthetic, reserved, cleaner, exclude_ids)
     manifest = step.write(rows, cleaner.counters.as_dict)
     return {"step": script, "recipe": recipe.name, **report(manifest, False)}

