@@ -279,16 +279,19 @@ def prompt_row(messages: list[dict], *, source: str, category: str, family: str,
     return row
 
 
-def read_prompts(path: Path) -> list[dict]:
+def stream_prompts(path: Path) -> Iterator[dict]:
     """The prompt rows of a JSONL file that a step wrote. Raises FileNotFoundError, ValueError with file and line."""
-    rows = []
     with open(path, encoding="utf-8", newline="\n") as file:  # only \n ends a line: U+2028 may stand in a text
         for number, line in enumerate(file, start=1):
             try:
-                rows.append(json.loads(line))
+                yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not a JSON document ({error.msg})") from None
-    return rows
+
+
+def read_prompts(path: Path) -> list[dict]:
+    """All of `stream_prompts` at once."""
+    return list(stream_prompts(path))
 
 
 def write_prompts(path: Path, rows: Iterable[Mapping]) -> int:

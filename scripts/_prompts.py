@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
-from drafter.corpus import Cleaner, duplicate_key, prompt_id, prompt_row, read_prompts, write_prompts
+from drafter.corpus import Cleaner, duplicate_key, prompt_id, prompt_row, stream_prompts, write_prompts
 from drafter.duplicates import NEAR_NGRAM, NearIndex, Overlap, ngrams, unpack_hashes, user_text
 from drafter.provenance import ROOT, read_json, sha256_file, sha256_json, write_json
 from drafter.recipe import Recipe, Synthetic, load_recipe
@@ -89,8 +89,13 @@ FOCUSED_PROMPT_TOKENS = 86
 # Measured there on one core: drawing a prompt 0.01 ms, rendering and counting it 0.15 ms, twice that with hashing and
 # writing; 3 s to import the libraries and open the tokenizer.
 SECONDS_PER_ROW, START_S = 0.0003, 3
-# Python with transformers takes 0.48 GB; a row 2 kB while its category is drawn, and 0.1 kB for its duplicate key.
-MEMORY_BYTES, MEMORY_BYTES_PER_ROW = 500_000_000, 2_100
+CORPUS_SECONDS_PER_ROW = 0.001  # of 1,900 characters: cleaning and n-grams 0.36 ms, rendering and counting 0.58 ms
+# Python with transformers takes 0.48 GB; a row 2 kB while its category is drawn. The key and the id of every row, also
+# of the earlier files, stay: 0.3 kB.
+MEMORY_BYTES, MEMORY_BYTES_PER_ROW, MEMORY_BYTES_PER_KEY = 500_000_000, 2_100, 300
+# A line of JSON has 341 bytes (authored), 412 (focused) or 643 (real text) in smollm2-135m. Those of chat corpora are
+# longer; 1.5 kB is assumed, not measured.
+ROW_BYTES, CORPUS_ROW_BYTES = 400, 1_500
 
 
 def estimate(rows: int, prompt_tokens: int) -> dict:
@@ -98,6 +103,7 @@ def estimate(rows: int, prompt_tokens: int) -> dict:
     return {
         "rows": rows,
         "prompt_tokens": rows * prompt_tokens,
+        "disk_bytes": ROW_BYTES * rows,
         "memory_bytes": MEMORY_BYTES + MEMORY_BYTES_PER_ROW * rows,
         "estimated_s": round(START_S + SECONDS_PER_ROW * rows),
     }
@@ -345,7 +351,7 @@ def _train_rows(recipe, corpora, texts, synthetic, reserved, cleaner, exclude_id
 
 def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> dict:
     """--dry-run: what the step would make. `rows` and its neighbours are the authored prompts; corpora stand apart."""
-    corpora = [corpus_estimate(recipe, corpus, SECONDS_PER_ROW) for corpus in corpora_of(recipe, name)]
+    corpora = [corpus_estimate(recipe, corpus, CORPUS_SECONDS_PER_ROW) for corpus in corpora_of(recipe, name)]
     rows, categories = sum(entry.count for entry in synthetic), len({entry.category for entry in synthetic})
     parts = [f"{rows} synthetic prompts in {categories} categories"]
     if recipe.texts and name == "expanded.data":
@@ -357,7 +363,32 @@ def _expected(recipe: Recipe, name: str, synthetic: tuple[Synthetic, ...]) -> di
         parts.append(f"{corpus['repo']}: {corpus['files']} file(s), {count} rows")
     print(f"{name}.jsonl: {'; '.join(parts)}")
     summary = {"step": TRAIN_STEPS[name], "recipe": recipe.name, "dry_run": True, "files": [f"{name}.jsonl"]}
-    return {**summary, **estimate(rows, PROMPT_TOKENS), "corpora": corpora}
+    return {**summary, **with_corpora(estimate(rows, PROMPT_TOKENS), corpora), "corpora": corpora}
+
+
+def with_corpora(plan: dict, corpora: list[dict]) -> dict:
+    """`plan` of the authored rows with those of the corpora added to disk, memory and time; says the arithmetic.
+
+    rows_at_most, and what follows from it, is null where a corpus has neither `max_rows` nor a file to look into.
+    """
+    counts = [corpus["rows_at_most"] for corpus in corpora]
+    if None in counts:
+        return {**plan, "rows_at_most": None, "disk_bytes": None, "estimated_s": None}
+    rows, more = plan["rows"] + sum(counts), sum(counts)
+    added = {
+        "rows_at_most": rows,
+        "disk_bytes": plan["disk_bytes"] + CORPUS_ROW_BYTES * more,
+        "memory_bytes": plan["memory_bytes"] + MEMORY_BYTES_PER_KEY * more,
+        "estimated_s": round(plan["estimated_s"] + CORPUS_SECONDS_PER_ROW * more),
+    }
+    own = plan["rows"]
+    print(
+        f"  {rows} rows. Disk: {own} * {ROW_BYTES} + {more} * {CORPUS_ROW_BYTES} = {added['disk_bytes']} bytes. Memory: "
+        f"{MEMORY_BYTES} + {own} * {MEMORY_BYTES_PER_ROW} + {more} * {MEMORY_BYTES_PER_KEY} = {added['memory_bytes']} "
+        f"bytes. Time: {START_S} + {own} * {SECONDS_PER_ROW} + {more} * {CORPUS_SECONDS_PER_ROW} = "
+        f"{added['estimated_s']} s"
+    )
+    return {**plan, **added}
 
 
 def train_step(recipe: Recipe, name: str, dry_run: bool, against: Against | None) -> dict:
@@ -389,7 +420,7 @@ def train_step(recipe: Recipe, name: str, dry_run: bool, against: Against | None
     reserved.hold_back(cleaner)
     exclude_ids = set(reserved.ids)
     for path in earlier:
-        for row in read_prompts(path):
+        for row in stream_prompts(path):
             exclude_ids.add(row["id"])
             cleaner.seen.add(duplicate_key(row["messages"]))
     rows = _train_rows(recipe, corpora, texts, synthetic, reserved, cleaner, exclude_ids)

@@ -1,24 +1,26 @@
-"""Makes prompts/focused.jsonl: transformations of the train prompts of distill.data, every category in equal parts.
+"""Makes prompts/focused.jsonl: transformations of the train prompts of distill.data, shares from data/SCHEMA.md alone.
 
 A transformation either keeps a prompt as the task and adds a demand (a length, a format, a check), or quotes it as the
-material of another task (rewrite it, say in one line what it asks for, turn it into JSON). The category is that of the
-new prompt (data/SCHEMA.md). Its family is "focused-NAME/VARIANT", which no reserved prompt has.
+material of another task (rewrite it, translate it, go on with it, say in one line what it asks for, turn it into JSON).
+The category is that of the new prompt. Its family is "focused-NAME/VARIANT", which no reserved prompt has.
 """
 
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from drafter.corpus import Cleaner, duplicate_key, prompt_row, read_prompts
+from drafter.corpus import Cleaner, duplicate_key, prompt_row, stream_prompts
+from drafter.provenance import ROOT
 from drafter.recipe import CATEGORIES, Recipe
 from scripts._prompts import (
     FOCUSED_PROMPT_TOKENS,
+    MEMORY_BYTES_PER_ROW,
     Against,
     Reserved,
     Step,
     earlier_files,
-    equal_parts,
     estimate,
     new_cleaner,
     prompts_path,
@@ -28,13 +30,16 @@ from scripts._prompts import (
 )
 
 TRIES_PER_ROW = 50  # sources tried for one row: the caps or the duplicate key may refuse some
+# Sources held in memory, a seeded choice where there are more: at 2 kB a row 0.2 GB.
+MAX_SOURCES = 100_000
 
 # ---------------------------------------------------------------------------- transformations
 
 
 @dataclass(frozen=True)
 class Transformation:
-    """`templates` are str.format texts with the slots of `slots`; `accepts` are the categories of the source."""
+    """`templates` are str.format texts with the slots of `slots`, {task}, {other} and {opening} (the task's first
+    half); `accepts` are the categories of the source."""
 
     name: str
     category: str
@@ -165,6 +170,16 @@ TRANSFORMATIONS = (
         quotes=True,
     ),
     Transformation(
+        "continue",
+        "chat",
+        (
+            "Continue this text in the same style for {few} more sentences.\n\n{opening}",
+            "Here is the beginning of a message. How might it go on?\n\n{opening}",
+            "{opening}\n\nThe text above breaks off. Finish it.",
+        ),
+        quotes=True,
+    ),
+    Transformation(
         "show-steps",
         "math",
         (
@@ -200,7 +215,8 @@ def transform(transformation: Transformation, rng: random.Random, source: dict, 
     """-> (messages, family) of a new prompt made from the train rows `source` and, where it compares, `other`."""
     variant = rng.randrange(len(transformation.templates))
     task, second = source["messages"][-1]["content"], other["messages"][-1]["content"]
-    text = transformation.templates[variant].format(task=task, other=second, **slots(rng))
+    opening = " ".join(task.split(" ")[: (task.count(" ") + 2) // 2])
+    text = transformation.templates[variant].format(task=task, other=second, opening=opening, **slots(rng))
     system = [] if transformation.quotes else [turn for turn in source["messages"] if turn["role"] == "system"]
     return [*system, {"role": "user", "content": text}], f"focused-{transformation.name}/{variant:02d}"
 
@@ -208,8 +224,30 @@ def transform(transformation: Transformation, rng: random.Random, source: dict, 
 # ---------------------------------------------------------------------------- shares
 
 
+def declared_shares(schema: Path = ROOT / "data" / "SCHEMA.md") -> dict[str, float]:
+    """{category: weight} of the table in data/SCHEMA.md whose heading is `category | weight in focused`."""
+    lines = iter(schema.read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.startswith("| category | weight in focused |"):
+            break
+    next(lines)  # the ruler
+    cells = [line.strip("| ").split("|") for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+    shares = {name.strip(" `"): float(weight) for name, weight, *_ in cells}
+    assert set(shares) == set(CATEGORIES), f"{schema} must give each category one weight"
+    return shares
+
+
+def parts(total: int, weights: list[float]) -> list[int]:
+    """`total` in whole numbers as near to the weights as can be, the largest remainders rounded up."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    whole = [int(one) for one in exact]
+    for at in sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])[: total - sum(whole)]:
+        whole[at] += 1
+    return whole
+
+
 def targets(recipe: Recipe) -> list[str]:
-    """The categories of the recipe's own prompts, in the order of CATEGORIES: what focused is balanced over."""
+    """The categories of the recipe's own prompts, in the order of CATEGORIES: what focused is spread over."""
     own = {entry.category for entry in recipe.synthetic} | {corpus.category for corpus in recipe.corpora}
     return [category for category in CATEGORIES if category in own]
 
@@ -246,16 +284,25 @@ def category_rows(category: str, count: int, seed: int, sources: list[dict], cle
         raise ValueError(f"only {made} of {count} focused {category} prompts pass the caps; lower focused.count")
 
 
+def read_sources(path: Path, seed: int) -> list[dict]:
+    """The rows of distill.data, or a seeded choice of MAX_SOURCES of them, in the order of the file."""
+    total = sum(1 for _ in stream_prompts(path))
+    chosen = set(random.Random(f"{seed}/sources").sample(range(total), min(total, MAX_SOURCES)))
+    return [row for number, row in enumerate(stream_prompts(path)) if number in chosen]
+
+
 def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
     count, categories = recipe.focused.count, targets(recipe)
     summary = {"step": "make_focused", "recipe": recipe.name}
     if dry_run:
         print(f"focused.jsonl: {count} prompts in {len(categories)} categories, from distill.data.jsonl")
+        print(f"  at most {MAX_SOURCES} sources of distill.data at {MEMORY_BYTES_PER_ROW} bytes stay in memory")
         return {**summary, "dry_run": True, "files": ["focused.jsonl"], **estimate(count, FOCUSED_PROMPT_TOKENS)}
 
-    reserved, earlier = Reserved(recipe), earlier_files(recipe, "focused")
+    reserved, earlier, shares = Reserved(recipe), earlier_files(recipe, "focused"), declared_shares()
     parameters = {
         "focused": recipe.focused.model_dump(mode="json"),
+        "weights": [shares[category] for category in categories],
         "categories": categories,
         "caps": recipe.caps.model_dump(mode="json"),
         "thinking": recipe.chat.thinking,
@@ -268,8 +315,8 @@ def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
     cleaner = new_cleaner(recipe, against)
     reserved.hold_back(cleaner)
     for path in earlier:
-        cleaner.seen |= {duplicate_key(row["messages"]) for row in read_prompts(path)}
-    sources = read_prompts(prompts_path(recipe, "distill.data"))
+        cleaner.seen |= {duplicate_key(row["messages"]) for row in stream_prompts(path)}
+    sources = read_sources(prompts_path(recipe, "distill.data"), recipe.focused.seed)
     made = possible(categories, sources)
     if not made:
         raise ValueError(f"distill.data.jsonl holds no prompt to transform into {', '.join(categories)}")
@@ -277,7 +324,7 @@ def make(recipe: Recipe, dry_run: bool, against: Against | None) -> dict:
         print(f"no prompt of distill.data can become: {', '.join(skipped)}; the others share their part")
     rows = itertools.chain.from_iterable(
         category_rows(category, part, recipe.focused.seed, sources, cleaner)
-        for category, part in zip(made, equal_parts(count, len(made)), strict=True)
+        for category, part in zip(made, parts(count, [shares[category] for category in made]), strict=True)
     )
     manifest = step.write(rows, cleaner.counters.as_dict)
     return {**summary, **report(manifest, False)}

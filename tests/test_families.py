@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from drafter import results
 from drafter.corpus import prompt_id
+from drafter.recipe import load_recipe
 from scripts.families import CATEGORIES, FAMILIES, draw
+from scripts.make_focused import declared_shares, parts
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = [family for families in FAMILIES.values() for family in families]
@@ -98,6 +101,27 @@ def test_the_datasheet_counts_what_there_is():
 def test_the_schema_describes_every_category_once():
     rows = table_rows(ROOT / "data/SCHEMA.md", ("category", "what belongs to it", "what does not"))
     assert tuple(name.strip("`") for name, *_ in rows) == CATEGORIES
+
+
+def test_the_weights_of_focused_are_the_measured_ones():
+    """A weight is 1/tau over the mean of the measured ones, to two digits; a category without a measurement has 1."""
+    rows = results.read(ROOT / "data/results/focused_shares.json")["rows"]
+    mean = sum(1 / row["tau16"] for row in rows) / len(rows)
+    expected = {row["category"]: round(1 / row["tau16"] / mean, 2) for row in rows}
+    assert declared_shares() == {category: expected.get(category, 1.0) for category in CATEGORIES}
+
+
+def test_parts_add_up_and_follow_the_weights():
+    assert parts(10, [1, 1, 1]) == [4, 3, 3] and parts(0, [1, 2]) == [0, 0] and parts(7, [1]) == [7]
+    assert parts(100, [1.16, 0.84]) == [58, 42]
+
+
+def test_the_datasheet_shows_the_recorded_variety():
+    rows = results.read(ROOT / "data/results/prompts.json")["rows"]
+    assert results.markdown_table(rows) in (ROOT / "data/README.md").read_text(encoding="utf-8")
+    wheels = load_recipe("smollm2-135m").texts.wheels
+    told = table_rows(ROOT / "data/README.md", ("package", "version", "licence"))
+    assert told == [[wheel.package, wheel.version, wheel.licence] for wheel in wheels]
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
