@@ -383,9 +383,9 @@ def with_corpora(plan: dict, corpora: list[dict]) -> dict:
     }
     own = plan["rows"]
     print(
-        f"  {rows} rows. Disk: {own} * {ROW_BYTES} + {more} * {CORPUS_ROW_BYTES} = {added['disk_bytes']} bytes. Memory: "
+        f"  {rows} rows. Disk {own} * {ROW_BYTES} + {more} * {CORPUS_ROW_BYTES} = {added['disk_bytes']} bytes. Memory "
         f"{MEMORY_BYTES} + {own} * {MEMORY_BYTES_PER_ROW} + {more} * {MEMORY_BYTES_PER_KEY} = {added['memory_bytes']} "
-        f"bytes. Time: {START_S} + {own} * {SECONDS_PER_ROW} + {more} * {CORPUS_SECONDS_PER_ROW} = "
+        f"bytes. Time {START_S} + {own} * {SECONDS_PER_ROW} + {more} * {CORPUS_SECONDS_PER_ROW} = "
         f"{added['estimated_s']} s"
     )
     return {**plan, **added}
