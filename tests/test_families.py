@@ -15,6 +15,7 @@ import pytest
 from drafter import results
 from drafter.corpus import prompt_id
 from drafter.recipe import load_recipe
+from scripts import describe_prompts
 from scripts.families import CATEGORIES, FAMILIES, draw
 from scripts.make_focused import declared_shares, parts
 
@@ -114,6 +115,26 @@ def test_the_weights_of_focused_are_the_measured_ones():
 def test_parts_add_up_and_follow_the_weights():
     assert parts(10, [1, 1, 1]) == [4, 3, 3] and parts(0, [1, 2]) == [0, 0] and parts(7, [1]) == [7]
     assert parts(100, [1.16, 0.84]) == [58, 42]
+
+
+def test_variety_of_known_texts():
+    assert describe_prompts.distinct_2(["a b a b a", "c"]) == 2 / 4
+    assert describe_prompts.distinct_2(["one", ""]) == 0.0
+    same, different = ["the same words again"] * 500, [f"word{at} and {at * 7919}" for at in range(500)]
+    assert describe_prompts.compression_ratio(same) > 50 > 10 > describe_prompts.compression_ratio(different) > 1
+    few = describe_prompts.describe("few", ["one two", "one two"], 1)
+    assert (few["rows"], few["distinct_rows"], few["words_a_row"]) == (2, 1, 2.0)
+    assert few["distinct_2"] is None and few["compression_ratio"] is None
+    row = describe_prompts.describe("many", [f"w{at} x y z" for at in range(20_000)], None)
+    assert row == describe_prompts.describe("many", [f"w{at} x y z" for at in range(20_000)], None)
+    assert 0.33 < row["distinct_2"] < 0.34  # of the three pairs of a text one is its own
+
+
+def test_the_real_recipe_declares_half_a_million_prompts():
+    recipe = load_recipe("qwen3-8b")
+    corpora = sum(corpus.max_rows for corpus in recipe.corpora)
+    total = corpora + sum(entry.count for entry in recipe.synthetic) + recipe.focused.count
+    assert 490_000 <= total <= 510_000
 
 
 def test_the_datasheet_shows_the_recorded_variety():

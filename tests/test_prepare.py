@@ -170,6 +170,18 @@ def test_every_transformation_makes_text(world):
             assert family.startswith(f"focused-{rule.name}/")
 
 
+def test_sources_of_focused_are_a_seeded_choice_where_there_are_many(world, monkeypatch):
+    """All rows of distill.data, each a dict of 2 kB, would be half a gigabyte for the real recipe."""
+    world.run(prepare_selection)
+    world.run(prepare_data)
+    path, rows = world.prompts / "distill.data.jsonl", world.rows("distill.data")
+    assert make_focused.read_sources(path, 1) == rows
+    monkeypatch.setattr(make_focused, "MAX_SOURCES", 30)
+    chosen = make_focused.read_sources(path, 1)
+    assert len(chosen) == 30 and chosen == make_focused.read_sources(path, 1) != make_focused.read_sources(path, 2)
+    assert chosen == [row for row in rows if row in chosen], "in the order of the file"
+
+
 # ---------------------------------------------------------------------------- order, reruns, keys
 
 
@@ -268,7 +280,10 @@ def test_dry_run_knows_a_corpus_by_its_footer(world, capsys):
     for max_rows, rows in ((None, 9), (4, 4)):
         world.change(corpora=(declared.model_copy(update={"max_rows": max_rows}),))
         assert world.run(extend_data, "--dry-run") == 0
-        [plan] = last_line(capsys)["corpora"]
+        whole = last_line(capsys)
+        [plan] = whole["corpora"]
+        assert (whole["rows"], whole["rows_at_most"]) == (0, rows)
+        assert whole["disk_bytes"] == rows * _prompts.CORPUS_ROW_BYTES
         assert (plan["present"], plan["rows_at_most"]) == (True, rows)
         assert plan["prompt_tokens_at_most"] == rows * 300
 
