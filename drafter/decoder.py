@@ -37,6 +37,11 @@ class Matrix:
     lora_b: Tensor | None = None  # bf16 [R, r]
     lora_scale: float = 0.0
 
+    @property
+    def size_bytes(self) -> int:
+        tensors = (self.codes, self.scales, self.bias, self.lora_a, self.lora_b)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
     def weight(self) -> Tensor:
         """fp32 [R, K], the adapter merged in fp32 where there is one."""
         if self.kind == "nf4":
@@ -86,6 +91,12 @@ class Decoder:
     attention_scale: float
     num_ids: int  # ids that exist; rows of the table above them never take part
     rank: int  # of the adapter; 0: none
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Each once, a tied head with its embedding."""
+        tables = (self.embedding,) if self.head is self.embedding else (self.embedding, self.head)
+        return (*(matrix for layer in self.layers for matrix in layer.matrices), *tables)
 
     @property
     def positions(self) -> int:

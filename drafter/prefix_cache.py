@@ -44,6 +44,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self.used)
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self) * self.block_bytes
+
     def restore(self, tokens: Sequence[int], keys: Tensor, values: Tensor) -> int:
         """Fill keys and values [L, G, S, E] of a slot with what is known of `tokens` -> how many positions were filled.
 

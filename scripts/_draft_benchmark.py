@@ -199,16 +199,8 @@ def gemm_rate(device: str = "cpu", size: int = 2048, runs: int = 5) -> float:
 def step_bytes(decoder: Decoder, batch: int, positions: int, head_rows: int | None = None) -> int:
     """Bytes that one decode step must read: every matrix once, keys and values of each row once; of the head all rows
     of ids that exist, or `head_rows` of them."""
-    matrices = [matrix for layer in decoder.layers for matrix in layer.matrices] + [decoder.head]
-    tensors = [
-        tensor
-        for matrix in matrices
-        for tensor in (matrix.codes, matrix.scales, matrix.lora_a, matrix.lora_b)
-        if tensor is not None
-    ]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    head = decoder.head.codes.numel() * decoder.head.codes.element_size()
-    weights -= round(head * (1 - (head_rows or decoder.num_ids) / decoder.head.shape[0]))
+    weights = sum(matrix.size_bytes for layer in decoder.layers for matrix in layer.matrices) + decoder.head.size_bytes
+    weights -= round(decoder.head.codes.nbytes * (1 - (head_rows or decoder.num_ids) / decoder.head.shape[0]))
     return weights + batch * positions * decoder.cache_bytes_per_token
 
 

@@ -22,10 +22,12 @@ from torch import nn
 from drafter.archive import ADAPTER_FILES, WEIGHTS, checked_tensors
 from drafter.chat import Chat
 from drafter.checkpoint import meta_model
+from drafter.engine import DraftEngine, DraftRequest
 from drafter.streams import PIECE, new_buffer
 from model_io import load_model, verify
 
 LOADS = ("verify", "packed", "merged")
+SERVED = "served, a batch of 16"
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,27 @@ def _measure_memory(folder: Path, form: str) -> dict[str, int]:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on: importing has one of its own
     before = _resident("VmRSS")
+    if form == SERVED:
+        return _serve(folder, before)
     loaded = _load(folder, form)
     peak, kept = _resident("VmHWM") - before, _resident("VmRSS") - before
     return {"peak_bytes": peak, "kept_bytes": kept, "model_bytes": _size_of(getattr(loaded, "model", None))}
+
+
+def _serve(folder: Path, before: int) -> dict[str, int]:
+    """An engine that has drafted 16 tokens for a batch of 16 prompts of 512 (or what its context takes); further,
+    "cache_bytes": keys and values of those positions in the batch's own cache, and what the prefix cache keeps."""
+    engine = DraftEngine(load_model(folder, form="packed"))
+    length = min(512, engine.context - 16)
+    prompts = [[(31 * at + 7919 * row) % (engine.num_ids - 3) + 3 for at in range(length)] for row in range(16)]
+    engine.draft([DraftRequest(tokens, 16) for tokens in prompts])
+    decoder, cached = engine.forward.decoder, engine.prefix_cache.size_bytes
+    return {
+        "peak_bytes": _resident("VmHWM") - before,
+        "kept_bytes": _resident("VmRSS") - before,
+        "model_bytes": sum(matrix.size_bytes for matrix in decoder.matrices),
+        "cache_bytes": 16 * (length + 16) * decoder.cache_bytes_per_token + cached,
+    }
 
 
 def _resident(field: str) -> int:

@@ -65,11 +65,17 @@ def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]]
         times = {key: round(value, 5) for key, value in times.items()}
         rows.append({"model": model, "stage": stage.name, "mb_per_s": rate, "peak_memory_bytes": peak, **times})
     floor = max(rows[: len(stages)], key=lambda row: row["seconds"])
+    served = bench.memory_of_load(folder, bench.SERVED)
+    untimed = dict.fromkeys(("mb_per_s", "seconds", "runs", "min", "max"))
     found: dict[str, Any] = {"model": model, "floor": floor["stage"], "floor_s": floor["seconds"]}
     for row in rows[len(stages) :]:
         key = row["stage"].removeprefix("load ")
         found[f"{key}_to_floor"] = round(row["seconds"] / floor["seconds"], 2)
         found |= {f"{key}_{name}": value for name, value in memory[row["stage"]].items()}
+    rows.append({"model": model, "stage": bench.SERVED, **untimed, "peak_memory_bytes": served["peak_bytes"]})
+    found |= {f"served_{key}": value for key, value in served.items()}
+    parts = served["model_bytes"] + served["cache_bytes"]
+    found["served_over_weights_and_cache"] = round(served["kept_bytes"] / parts, 3)
     found["folder_bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return rows, found
 
@@ -77,11 +83,13 @@ def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]]
 def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     print(f"\n{found['model']}, {found['folder_bytes'] / 1e6:,.1f} MB in the folder")
     print(f"{'stage':<28} {'MB/s':>8} {'seconds':>9} {'min':>9} {'max':>9} {'peak MB':>9}")
-    for row in rows:
+    for row in rows[:-1]:
         rate = "" if row["mb_per_s"] is None else f"{row['mb_per_s']:,.0f}"
         peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.1f}"
         times = " ".join(f"{row[key]:>9.4f}" for key in ("seconds", "min", "max"))
         print(f"{row['stage']:<28} {rate:>8} {times} {peak:>9}")
+    kept, parts = found["served_kept_bytes"], found["served_model_bytes"] + found["served_cache_bytes"]
+    print(f"served, after a batch of 16 prompts of 512: {kept / 1e6:,.1f} MB, {kept / parts:.2f} x weights, keys and values")
     print(f"floor, the slowest single stage: {found['floor']}, {found['floor_s']:.3f} s")
     for form in ("verify", "packed", "merged"):
         peak, kept, weights = (found[f"{form}_{name}_bytes"] for name in ("peak", "kept", "model"))
@@ -187,9 +195,9 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
             )  # fmt: skip
         del loaded, merged
     print_drafts(rows)
-    document = finish("draft", rows, command, args.record)
-    machine_rates = {"read_gb_per_s": round(bandwidth / 1e9, 1), "gemm_tflop_per_s": round(rate / 1e12, 2)}
-    return {**document, **machine_rates, "ratios": ratios(rows)}
+    rates = {"read_gb_per_s": round(bandwidth / 1e9, 1), "gemm_tflop_per_s": round(rate / 1e12, 2)}
+    document = finish("draft", [{**row, "rates": rates} for row in rows], command, args.record)
+    return {**document, "ratios": ratios(rows)}
 
 
 # ---------------------------------------------------------------------------- teacher

@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -161,6 +160,7 @@ def serve_once(recipe: Recipe, packed: Path) -> dict:
         answer = draft_client.ask(f"{url}/draft", {"tokens": tokens})
         again = draft_client.ask(f"{url}/draft", {"tokens": tokens})
         assert again["draft"] == answer["draft"], "a draft is a function of weights and tokens alone"
+        server_peak_bytes = peak_bytes(pid=process.pid)
     finally:
         process.terminate()
         process.wait()
@@ -170,7 +170,10 @@ def serve_once(recipe: Recipe, packed: Path) -> dict:
     print(f"  prompt   {messages[-1]['content']!r}")
     print(f"  teacher  {chat.decode(target)!r}")
     print(f"  draft    {chat.decode(answer['draft'])!r}  ({accepted} of {len(target)} accepted)")
-    return {"ready_s": round(ready_s, 1), "accepted": accepted, "drafted": len(target), "timings": again["timings"]}
+    return {
+        "ready_s": round(ready_s, 1), "accepted": accepted, "drafted": len(target), "timings": again["timings"],
+        "peak_memory_bytes": server_peak_bytes,
+    }  # fmt: skip
 
 
 def audit_made(packed: Path) -> None:
@@ -208,8 +211,7 @@ def quickstart(recipe: Recipe, record: bool) -> dict:
         served = serve_once(recipe, packed)
     with clock.step("audit"):
         audit_made(packed)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    clock.peak_bytes["serve"] = children  # the server's, a process of its own
+    clock.peak_bytes["serve"] = served["peak_memory_bytes"]  # the server's, a process of its own
     peak = max(peak for peak in clock.peak_bytes.values() if peak)
     summary = {
         "elapsed_s": round(time.perf_counter() - clock.started_s, 1), "seconds": clock.seconds,

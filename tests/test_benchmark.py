@@ -31,7 +31,9 @@ def test_load(archive, tmp_path, monkeypatch, capsys):
     document = json.loads(lines[-1])
     [found] = document.pop("models")
     assert results.read(tmp_path / "results" / "load.json") == document
-    rows = document["rows"]
+    *rows, served = document["rows"]
+    assert served == {**served, "stage": bench.SERVED, "seconds": None} and served["peak_memory_bytes"] > 0
+    assert found["served_kept_bytes"] > found["served_model_bytes"] + found["served_cache_bytes"] > 0
     assert [row["stage"] for row in rows] == [*STAGES, "verify", "load packed", "load merged"]
     for row in rows:
         assert set(row) == {"model", "stage", "mb_per_s", "seconds", "peak_memory_bytes", "runs", "min", "max"}
