@@ -24,7 +24,7 @@ def give_back() -> None:
 
 
 def peak_bytes(start_again: bool = False, pid: int | str = "self") -> int | None:
-    """Largest resident set of a process since it began, or since `start_again`; None where Linux's files are missing."""
+    """Largest resident set of a process since it began, or `start_again`; None where Linux's files are missing."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         if start_again:

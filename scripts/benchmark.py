@@ -89,7 +89,8 @@ def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
         times = " ".join(f"{row[key]:>9.4f}" for key in ("seconds", "min", "max"))
         print(f"{row['stage']:<28} {rate:>8} {times} {peak:>9}")
     kept, parts = found["served_kept_bytes"], found["served_model_bytes"] + found["served_cache_bytes"]
-    print(f"served, after a batch of 16 prompts of 512: {kept / 1e6:,.1f} MB, {kept / parts:.2f} x weights, keys and values")
+    times = f"{kept / parts:.2f} x weights, keys and values"
+    print(f"served, after a batch of 16 prompts of 512: {kept / 1e6:,.1f} MB, {times}")
     print(f"floor, the slowest single stage: {found['floor']}, {found['floor_s']:.3f} s")
     for form in ("verify", "packed", "merged"):
         peak, kept, weights = (found[f"{form}_{name}_bytes"] for name in ("peak", "kept", "model"))
