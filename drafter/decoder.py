@@ -10,6 +10,7 @@ an engine that ignores a setting drafts nonsense without an error.
 Legend: R rows and K columns of a matrix, r rank, D hidden, E head width, S positions.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -212,8 +213,16 @@ class KeyValueCache:
 
     @classmethod
     def new(cls, decoder: Decoder, slots: int, length: int, dtype=torch.bfloat16, device="cpu") -> "KeyValueCache":
+        """Zeros. On the CPU pages are taken only as positions are written: 16 slots of 4,096 positions at the shape of
+        Qwen3-1.7B are 7.5 GB, which torch.zeros would write at once; calloc (numpy.zeros) asks the system for them."""
         shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
-        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+        def zeros() -> Tensor:
+            if device != "cpu":
+                return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+        return cls(zeros(), zeros())
 
     @property
     def slots(self) -> int:
