@@ -11,6 +11,7 @@ Legend: R rows and K columns of a matrix, r rank, D hidden, E head width, S posi
 """
 
 import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,13 +215,14 @@ class KeyValueCache:
     @classmethod
     def new(cls, decoder: Decoder, slots: int, length: int, dtype=torch.bfloat16, device="cpu") -> "KeyValueCache":
         """Zeros. On the CPU pages are taken only as positions are written: 16 slots of 4,096 positions at the shape of
-        Qwen3-1.7B are 7.5 GB, which torch.zeros would write at once; calloc (numpy.zeros) asks the system for them."""
+        Qwen3-1.7B are 7.5 GB, which torch.zeros would write at once, and numpy.zeros takes in pages of 2 MB, more than
+        a head's 4,096 positions (1 MB)."""
         shape = (len(decoder.layers), slots, decoder.kv_heads, length, decoder.head_dim)
 
         def zeros() -> Tensor:
             if device != "cpu":
                 return torch.zeros(shape, dtype=dtype, device=device)
-            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+            return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
         return cls(zeros(), zeros())
 
