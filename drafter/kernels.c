@@ -118,7 +118,7 @@ static void multiply(Thread t, const Matrix *w, const Input *x, int tokens, floa
 static void add_low_rank(Thread t, const Matrix *w, int tokens, float *y, const float *low_rank, int r0, int r1, Scratch *s) {
     if (!w->lora_a || r0 >= r1) return;
     Input *x = &s->low_rank_input[t.id];
-    for (int n = 0; n < tokens; n++) store_input(x, n, low_rank + (size_t)n * w->rank, w->rank, 0);
+    for (int n = 0; n < tokens; n++) store_input(x, n, low_rank + (size_t)n * w->rank, w->rank, BF16);
     enum { STEP = 256 };
     float *piece = s->row[t.id]; /* [N, 256] */
     for (int r = r0; r < r1; r += STEP) {
@@ -158,7 +158,7 @@ static void norm_and_rotate(float *x, const float *weight, const Model *m, int p
     }
 }
 
-#if defined(__AVX512F__)
+#if BF16_UNIT
 /* e^x for x <= 0: 2^n * p(f), f in [-ln 2 / 2, ln 2 / 2]; p is the Taylor sum to f^6, good to 1e-7 */
 static inline __m512 exp16(__m512 x) {
     x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
@@ -192,6 +192,16 @@ static float attention_weights(const float *q, const uint16_t *keys, int count, 
         }
         _mm_storeu_ps(scores + j, _mm_mul_ps(sum4(sum[0], sum[1], sum[2], sum[3]), _mm_set1_ps(scale)));
     }
+#else
+    for (; width % LANES == 0 && j + 4 <= count; j += 4) {
+        Vec sum[4] = {{0}};
+        for (int e = 0; e < width; e += LANES) {
+            const Vec value = load(q + e);
+            for (int i = 0; i < 4; i++) sum[i] += value * widen(keys + (size_t)(j + i) * width + e);
+        }
+        sum4(sum, scores + j);
+        for (int i = 0; i < 4; i++) scores[j + i] *= scale;
+    }
 #endif
     for (; j < count; j++) {
         float sum = 0;
@@ -200,14 +210,14 @@ static float attention_weights(const float *q, const uint16_t *keys, int count, 
     }
     float total = 0;
     j = 0;
-#if defined(__AVX512F__)
+#if BF16_UNIT
     __m512 sum = _mm512_setzero_ps(), high = _mm512_set1_ps(top);
     for (; j + 16 <= count; j += 16) high = _mm512_max_ps(high, _mm512_loadu_ps(scores + j));
     top = _mm512_reduce_max_ps(high);
 #endif
     for (; j < count; j++) top = scores[j] > top ? scores[j] : top;
     j = 0;
-#if defined(__AVX512F__)
+#if BF16_UNIT
     high = _mm512_set1_ps(top);
     for (; j + 16 <= count; j += 16) {
         __m512 e = exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + j), high));
@@ -215,6 +225,16 @@ static float attention_weights(const float *q, const uint16_t *keys, int count, 
         sum = _mm512_add_ps(sum, e);
     }
     total = _mm512_reduce_add_ps(sum);
+#else
+    Vec sum[4] = {{0}};
+    for (; j + LANES <= count; j += LANES) {
+        const Vec e = exp_of(load(scores + j) - top);
+        store(scores + j, e);
+        sum[0] += e;
+    }
+    float parts[4];
+    sum4(sum, parts);
+    total = parts[0];
 #endif
     for (; j < count; j++) total += scores[j] = expf(scores[j] - top);
     return total;
@@ -235,6 +255,13 @@ static void attention_sum(const float *weights, float total, const uint16_t *val
             }
         }
         for (int i = 0; i < 4; i++) _mm512_storeu_ps(out + e + 16 * i, _mm512_mul_ps(sum[i], _mm512_set1_ps(1 / total)));
+    }
+#else
+    for (; e + 4 * LANES <= width; e += 4 * LANES) {
+        Vec sum[4] = {{0}};
+        for (int j = 0; j < count; j++)
+            for (int i = 0; i < 4; i++) sum[i] += weights[j] * widen(values + (size_t)j * width + e + LANES * i);
+        for (int i = 0; i < 4; i++) store(out + e + LANES * i, sum[i] / total);
     }
 #endif
     if (e == width) return;
@@ -274,14 +301,14 @@ static Input *input_tokens(Thread t, const Call *c, Input *shared, int cols, int
 }
 
 /* The norm of the residual stream as input of products; shared ones are complete behind a barrier, made here. */
-static const Input *norm_tokens(Thread t, const Call *c, const float *weight, int in_code_order) {
+static const Input *norm_tokens(Thread t, const Call *c, const float *weight, int kind) {
     const Model *m = c->model;
     int n0, n1;
     Input *to = input_tokens(t, c, &c->scratch->normed, m->hidden, &n0, &n1);
     for (int n = n0; n < n1; n++) {
         float *row = c->scratch->row[t.id];
         rms_norm(c->scratch->residual + (size_t)n * m->hidden, weight, m->hidden, m->eps, row);
-        store_input(to, n, row, m->hidden, in_code_order);
+        store_input(to, n, row, m->hidden, kind);
     }
     if (c->count > ALONE) meet(t.barrier);
     return to;
@@ -356,7 +383,7 @@ static void activate(Thread t, const Call *c, const Layer *layer) {
         float *gate = s->gate + (size_t)n * I;
         const float *up = s->up + (size_t)n * I;
         int r = r0;
-#if defined(__AVX512F__)
+#if BF16_UNIT
         for (; r + 16 <= r1; r += 16) { /* x / (1 + e^-x) = x * e^-|x| or 1, over 1 + e^-|x|: never above 1 */
             __m512 x = _mm512_loadu_ps(gate + r);
             __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
@@ -364,6 +391,11 @@ static void activate(Thread t, const Call *c, const Layer *layer) {
             __m512 top = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), negative, e);
             __m512 silu = _mm512_div_ps(_mm512_mul_ps(x, top), _mm512_add_ps(_mm512_set1_ps(1.0f), e));
             _mm512_storeu_ps(gate + r, _mm512_mul_ps(silu, _mm512_loadu_ps(up + r)));
+        }
+#else
+        for (; r + LANES <= r1; r += LANES) {
+            const Vec x = load(gate + r), e = exp_of((Vec)((VecInt)x | INT32_MIN)); /* e^-|x| */
+            store(gate + r, x * choose_by(x < 0, e, all_of(1.0f)) / (1.0f + e) * load(up + r));
         }
 #endif
         for (; r < r1; r++) gate[r] = gate[r] / (1.0f + expf(-gate[r])) * up[r];
@@ -375,7 +407,7 @@ static const Input *store_tokens(Thread t, const Call *c, const float *from, Inp
     const int cols = reader->cols;
     int n0, n1;
     Input *to = input_tokens(t, c, shared, cols, &n0, &n1);
-    for (int n = n0; n < n1; n++) store_input(to, n, from + (size_t)n * cols, cols, reader->kind == NF4);
+    for (int n = n0; n < n1; n++) store_input(to, n, from + (size_t)n * cols, cols, reader->kind);
     if (c->count > ALONE) meet(t.barrier);
     return to;
 }
@@ -384,7 +416,7 @@ static void block(Thread t, const Call *c, int index) {
     const Layer *layer = c->model->layer + index;
     Scratch *s = c->scratch;
     const int N = c->count;
-    const Input *x = norm_tokens(t, c, layer->attention_norm, layer->q.kind == NF4);
+    const Input *x = norm_tokens(t, c, layer->attention_norm, layer->q.kind);
     size_t stride = (size_t)s->max_tokens * layer->q.rank;
     multiply(t, &layer->q, x, N, s->q, s->low_rank, s);
     multiply(t, &layer->k, x, N, s->k, s->low_rank + stride, s);
@@ -399,7 +431,7 @@ static void block(Thread t, const Call *c, int index) {
     meet(t.barrier);
     add_to_residual(t, c, &layer->o);
     meet(t.barrier);
-    x = norm_tokens(t, c, layer->mlp_norm, layer->gate.kind == NF4);
+    x = norm_tokens(t, c, layer->mlp_norm, layer->gate.kind);
     stride = (size_t)s->max_tokens * layer->gate.rank;
     multiply(t, &layer->gate, x, N, s->gate, s->low_rank, s);
     multiply(t, &layer->up, x, N, s->up, s->low_rank + stride, s);
@@ -442,7 +474,7 @@ static void keep_best(float value, int32_t id, int size, float *values, int32_t 
 static void find_best(const float *logits, int count, const int32_t *rows, int first, int size, float *values, int32_t *ids) {
     for (int i = 0; i < size; i++) values[i] = -INFINITY, ids[i] = -1;
     int r = 0;
-#if defined(__AVX512F__)
+#if BF16_UNIT
     for (; r + 16 <= count; r += 16) {
         __mmask16 above = _mm512_cmp_ps_mask(_mm512_loadu_ps(logits + r), _mm512_set1_ps(values[size - 1]), _CMP_GT_OQ);
         for (; above; above &= (__mmask16)(above - 1)) {
@@ -450,6 +482,10 @@ static void find_best(const float *logits, int count, const int32_t *rows, int f
             if (logits[at] > values[size - 1]) keep_best(logits[at], rows ? rows[at] : first + at, size, values, ids);
         }
     }
+#else
+    for (; r + LANES <= count; r += LANES)
+        for (int at = r; at < r + LANES && any_of(load(logits + r) > all_of(values[size - 1])); at++)
+            if (logits[at] > values[size - 1]) keep_best(logits[at], rows ? rows[at] : first + at, size, values, ids);
 #endif
     for (; r < count; r++)
         if (logits[r] > values[size - 1]) keep_best(logits[r], rows ? rows[r] : first + r, size, values, ids);
@@ -466,13 +502,22 @@ static void log_probabilities(float *logits, int count, const int32_t *rows, int
     const float least = values[K - 1];
     int r = 0, left = 0; /* left: ids whose logit equals the K-th, of which some are among the K */
     for (int i = 0; i < K; i++) left += values[i] == least;
-#if defined(__AVX512F__)
+#if BF16_UNIT
     __m512 sum = _mm512_setzero_ps(), high = _mm512_set1_ps(top), limit = _mm512_set1_ps(least);
     for (; r + 16 <= count; r += 16) {
         const __m512 x = _mm512_loadu_ps(logits + r);
         sum = _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(x, limit, _CMP_LE_OQ), sum, exp16(_mm512_sub_ps(x, high)));
     }
     rest = _mm512_reduce_add_ps(sum);
+#else
+    Vec sum[4] = {{0}};
+    for (; r + LANES <= count; r += LANES) {
+        const Vec x = load(logits + r);
+        sum[0] += choose_by(x <= least, exp_of(x - top), (Vec){});
+    }
+    float parts[4];
+    sum4(sum, parts);
+    rest = parts[0];
 #endif
     for (; r < count; r++)
         if (logits[r] <= least) rest += exp((double)(logits[r] - top));
@@ -498,15 +543,14 @@ static float exact_logit(const Matrix *w, int id, const float *x) {
 /* the logit of one id for one wanted token, as the rows of the table give it */
 static float one_logit(const Model *m, const Scratch *s, int32_t id, int n) {
     const uint16_t *row = (const uint16_t *)m->head.codes + (size_t)id * m->hidden;
-    const size_t at = (size_t)n * s->final.width;
     float out;
+    const Input one = input_of(&s->final, n);
 #if BF16_UNIT
-    const Input one = {NULL, s->final.half + at, s->final.width};
+    const size_t at = (size_t)n * s->fixed.width;
     const Fixed fixed = {s->fixed.high + at, s->fixed.low + at, s->fixed.step + n, s->fixed.offset + n, s->fixed.width};
     if (m->head.kind == INT8)
         int8_rows(&m->head, &id, 0, 1, &fixed, 1, &out, 0);
 #else
-    const Input one = {s->final.full + at, NULL, s->final.width};
     if (m->head.kind == INT8)
         int8_rows(&m->head, &id, 0, 1, &one, 1, &out, 0);
 #endif
@@ -528,7 +572,7 @@ static void choose(Thread t, const Call *c) {
 #if BF16_UNIT
         if (m->head.kind == INT8) store_fixed(&s->fixed, n, hidden, D);
 #endif
-        store_input(&s->final, n, hidden, D, 0);
+        store_input(&s->final, n, hidden, D, m->head.kind);
     }
     if (c->row_count == 0 || W == 0) return;
     meet(t.barrier);
@@ -597,39 +641,21 @@ static void choose(Thread t, const Call *c) {
 
 int engine_unit(void) { return BF16_UNIT; }
 
-void engine_order_row(const uint16_t *from, uint16_t *to, int cols, int in_code_order) {
-    order_row(from, to, cols, in_code_order);
+void engine_order_row(const uint16_t *from, uint16_t *to, int cols, int kind) {
+    order_row(from, to, cols, kind);
 }
 
 /* logits of the last call: [W, ld], for tests */
 const float *engine_logits(const Scratch *s) { return s->logits; }
-
-static void *zeros(size_t count, size_t size) { /* on a cache line; NULL when there is no memory */
-    size_t bytes = (count * size + 63) / 64 * 64 + 64;
-    void *out = aligned_alloc(64, bytes);
-    if (out) memset(out, 0, bytes);
-    return out;
-}
-
-static Input new_input(int tokens, int cols) {
-    Input x = {NULL, NULL, padded(cols)};
-#if BF16_UNIT
-    x.half = zeros((size_t)tokens * x.width, sizeof(uint16_t));
-#else
-    x.full = zeros((size_t)tokens * x.width, sizeof(float));
-#endif
-    return x;
-}
 
 void engine_free(Scratch *s) {
     if (!s) return;
     float *all[] = {s->residual, s->q, s->k, s->v, s->attended, s->gate, s->up, s->out, s->hidden, s->logits, s->low_rank};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     Input *inputs[] = {&s->normed, &s->mixed, &s->middle, &s->final};
-    for (int i = 0; i < 4; i++) free(inputs[i]->full), free(inputs[i]->half);
+    for (int i = 0; i < 4; i++) free_input(inputs[i]);
     for (int i = 0; s->row && s->decoded && s->low_rank_input && s->alone && i < s->threads; i++) {
-        free(s->row[i]), free(s->decoded[i]), free(s->low_rank_input[i].full), free(s->low_rank_input[i].half);
-        free(s->alone[i].full), free(s->alone[i].half);
+        free(s->row[i]), free(s->decoded[i]), free_input(&s->low_rank_input[i]), free_input(&s->alone[i]);
     }
     free(s->row), free(s->decoded), free(s->low_rank_input), free(s->alone), free(s->best_value), free(s->best_id);
 #if BF16_UNIT
@@ -662,8 +688,7 @@ Scratch *engine_new(const Model *m, int threads, int max_tokens, int positions, 
     for (int i = 0; whole && i < threads; i++) {
         s->row[i] = zeros(row, 4), s->decoded[i] = zeros((size_t)32 * padded(widest), sizeof(Value));
         s->low_rank_input[i] = new_input(max_tokens, rank + 1), s->alone[i] = new_input(ALONE, widest);
-        whole = s->row[i] && s->decoded[i] && (s->low_rank_input[i].full || s->low_rank_input[i].half) &&
-                (s->alone[i].full || s->alone[i].half);
+        whole = s->row[i] && s->decoded[i] && is_whole(&s->low_rank_input[i]) && is_whole(&s->alone[i]);
     }
 #if BF16_UNIT
     s->fixed.width = padded(m->hidden);

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from drafter.decoder import Choice, Decoder, KeyValueCache, Matrix
 
-SOURCES = ("kernels.c", "kernels.h")
+SOURCES = ("kernels.c", "kernels.h", "kernels_bf16.h", "kernels_any.h")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 KINDS = {"nf4": 1, "dense": 2, "int8": 3}
 # Tokens of one call: 128 rows make a product that is bound by arithmetic (128 x 2 FLOPs a weight byte), and keep what a
@@ -220,7 +220,7 @@ class NativeForward:
         out = torch.empty(a.shape[0], -(-a.shape[1] // 128) * 128, dtype=torch.bfloat16)
         for source, target in zip(a, out, strict=True):
             pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr())
-            self.lib.engine_order_row(*pointers, a.shape[1], int(matrix.kind == "nf4"))
+            self.lib.engine_order_row(*pointers, a.shape[1], KINDS[matrix.kind])
         return out
 
     def new_cache(self, slots: int, length: int) -> KeyValueCache:

@@ -25,6 +25,7 @@ from pathlib import Path
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
 from drafter.corpus import read_prompts
+from drafter.native import SOURCES
 from drafter.provenance import code_hash, read_json, sha256_file, sha256_folder, versions, write_json
 from drafter.recipe import Recipe, load_recipe, recipe_names
 from drafter.teacher_data import (
@@ -43,7 +44,7 @@ CPU_TOKENS_PER_S = 450
 LIBRARIES = {"transformers": ("torch", "transformers"), "own": ("torch", "transformers"), "vllm": ("torch", "vllm")}
 # What decides an answer beside the weights.
 COMMON = ("decoding.py", "chat.py", "teacher_data.py")
-CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", "kernels.c", "kernels.h"),
+CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", *SOURCES),
         "vllm": (*COMMON, "vllm_decoder.py")}  # fmt: skip
 
 
