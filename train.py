@@ -45,7 +45,7 @@ from drafter.provenance import code_hash, run_record, sha256_file, sha256_json
 from drafter.recipe import PHASES, TRAIN_POOLS, Phase, Recipe, RunDocument, load_recipe, recipe_names
 from drafter.scoring import StageResult, evaluate_model
 from drafter.teacher_data import TeacherRow, check_settings, read_shards, shard_paths
-from drafter.weights import AdapterWeights, MasterWeights
+from drafter.weights import AdapterWeights, MasterWeights, compute_dtype
 
 # ---------------------------------------------------------------------------- data
 
@@ -88,7 +88,7 @@ class Opened:
 
 def open_model(recipe: Recipe, phase: Phase, device: str) -> Opened:
     """The model that a phase trains: its parent's weights, or the frozen packed base with a new adapter."""
-    dtype = getattr(torch, recipe.trainer.dtype)
+    dtype = compute_dtype(getattr(torch, recipe.trainer.dtype), device)
     if phase.name == "adapter":
         from model_io import load_base
         from scripts.pack_model import pack_base_of_run
@@ -138,6 +138,7 @@ class Trainer:
         opened = open_model(recipe, phase, device)
         self.model, self.weights = opened.model, opened.weights
         self.adapter, self.base_sha256 = opened.adapter, opened.base_sha256
+        self.dtype = str(self.model.dtype).removeprefix("torch.")
         matrices = [p for p in self.weights.trainable() if p.dim() > 1]
         vectors = [p for p in self.weights.trainable() if p.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": recipe.trainer.weight_decay}]
@@ -269,7 +270,7 @@ def save_phase(trainer: Trainer) -> Path:
     """runs/RECIPE/PHASE/, whole or not at all: a plain checkpoint, or the adapter.
 
     qat keeps its fp32 masters and the scales it trained with, so that the packer finds the very codes that the
-    last step computed with; the others keep the weights in the dtype they were trained in.
+    last step computed with; the others keep the weights in the dtype of the recipe.
     """
     recipe, phase = trainer.recipe, trainer.phase
     folder = recipe.run_dir / phase.name
@@ -287,7 +288,7 @@ def save_phase(trainer: Trainer) -> Path:
                 save_file(tensors, made / "model.safetensors", {"format": "pt"})
                 save_file(trainer.weights.scales, made / "nf4_scales.safetensors")
             else:
-                trainer.model.save_pretrained(made)
+                trainer.model.to(getattr(torch, recipe.trainer.dtype)).save_pretrained(made)
             copy_tokenizer(recipe.run_dir / "student", made)
         if folder.exists():
             shutil.rmtree(folder)
@@ -320,7 +321,7 @@ def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> di
     steps, rows = len(trainer.plan), sum(map(len, trainer.plan))
     print(
         f"{phase.name}: {steps} steps of at least {phase.tokens_per_step:,} tokens, {rows:,} rows from "
-        f"{', '.join(f'{name} {weight:g}' for name, weight in phase.mix.items())}; {device}, {recipe.trainer.dtype}",
+        f"{', '.join(f'{name} {weight:g}' for name, weight in phase.mix.items())}; {device}, {trainer.dtype}",
         flush=True,
     )
     previous = run.finished(parent_folder(recipe, phase).name) or {}
@@ -348,7 +349,10 @@ def train_phase(run: RunDocument, phase: Phase, device: str, resume: bool) -> di
         "supervised_tokens_per_s": round(supervised / progress.elapsed_s, 1),
         "first_loss": round(progress.first_loss, 4), "last_loss": round(tail.total(phase.loss), 4),
         "selection_before": before, "selection_after": after,
-        "cost": {"device": device, "hours": round(progress.elapsed_s / 3600, 4), "tokens": progress.tokens},
+        "cost": {
+            "device": device, "dtype": trainer.dtype,
+            "hours": round(progress.elapsed_s / 3600, 4), "tokens": progress.tokens,
+        },
     }  # fmt: skip
     run.append(entry)
     checkpoint.remove()

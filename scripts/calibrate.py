@@ -31,6 +31,7 @@ from drafter.provenance import atomic_write, relative, sha256_json
 from drafter.recipe import PHASES, TRAIN_POOLS, Recipe, RunDocument, load_recipe, recipe_names
 from drafter.scoring import FORWARD_FLOPS_PER_S
 from drafter.teacher_data import TeacherRow, shard_paths
+from drafter.weights import compute_dtype
 from scripts.evaluate import MEMORY_BYTES, shape_of, thin_out
 from train import read_pool
 
@@ -155,7 +156,7 @@ def calibrate(recipe: Recipe, phase: str, count: int, run_dir: Path) -> dict[str
     folder = run_dir / phase
     checkpoint_sha256 = checked_weights(run_dir, RunDocument.read(run_dir / "architecture.json").phase_log, phase)
     rows = train_rows(recipe, count)
-    model = load_causal_lm(folder, stop_ids=recipe.base.stop_ids)
+    model = load_causal_lm(folder, compute_dtype(torch.bfloat16), stop_ids=recipe.base.stop_ids)
     with progress_bar(len(rows), f"moments of {phase}", "row") as bar:
         moments = second_moments(model, rows, batch_tokens=recipe.evaluation.batch_tokens, progress=bar.update)
     origin = {"recipe": recipe.name, "phase": phase, "checkpoint_sha256": checkpoint_sha256}

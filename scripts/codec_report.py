@@ -44,6 +44,7 @@ from drafter.provenance import read_json, relative, write_json
 from drafter.recipe import Recipe, RunDocument
 from drafter.scoring import FORWARD_FLOPS_PER_S, score_model, summarise
 from drafter.teacher_data import TeacherRow
+from drafter.weights import compute_dtype
 from model_io import load_model, pack_base, sizes, verify
 from scripts import _gguf, calibrate, pack_model
 from scripts.evaluate import shape_of, split_rows, thin_out
@@ -136,7 +137,8 @@ def our_codecs(recipe: Recipe, run_dir: Path, work: Path) -> Iterator[Coded]:
     student, config = Checkpoint(folder), read_json(folder / "config.json")
     linear = [name for name, kind in codecs_of(meta_model(config)).items() if kind == "nf4"]
     rows = calibrate.train_rows(recipe, calibrate.ROWS)
-    moments = calibrate.second_moments(load_causal_lm(folder), rows, batch_tokens=recipe.evaluation.batch_tokens)
+    model = load_causal_lm(folder, compute_dtype(torch.bfloat16))
+    moments = calibrate.second_moments(model, rows, batch_tokens=recipe.evaluation.batch_tokens)
     settings: dict[str, dict[str, Any]] = {
         "nf4-absmax": {"scales": {name: q.nf4_scales(student[name], search=False) for name in linear}},
         "nf4-search": {},
@@ -269,7 +271,7 @@ def student_rows(
     folder, name = run_dir / "polish", MODELS.get(recipe.base.source.identity, recipe.name)
     rows = split_rows(recipe, "selection")
     positions = sum(len(row.continuation_ids) for row in rows)
-    model = load_causal_lm(folder, stop_ids=recipe.base.stop_ids)
+    model = load_causal_lm(folder, compute_dtype(torch.bfloat16), stop_ids=recipe.base.stop_ids)
     inputs = layer_inputs(model, thin_out(rows, OUTPUT_ROWS), recipe.evaluation.batch_tokens)
 
     def all_coded() -> Iterator[Coded]:

@@ -44,6 +44,7 @@ from drafter.scoring import (
     summarise,
 )
 from drafter.teacher_data import TeacherRow, read_shards, shard_paths
+from drafter.weights import compute_dtype
 from model_io import load_model
 from scripts._prompts import PROMPT_TOKENS
 
@@ -121,7 +122,7 @@ def open_target(
         return functools.partial(score_model, model, num_ids=num_ids, batch_tokens=batch_tokens)
 
     if target.kind == "checkpoint":
-        model = load_causal_lm(target.path, dtype, stop_ids=stop_ids)
+        model = load_causal_lm(target.path, compute_dtype(dtype), stop_ids=stop_ids)
 
         def by_loop(prefixes: list[list[int]], k: int) -> list[list[int]]:
             return [row.tokens for row in greedy_decode(model, prefixes, k, stop_ids=stop_ids, num_ids=num_ids)]
