@@ -193,11 +193,19 @@ class Splits(Part):
     corpus_share: Share = 0.0  # of the rows of each reserved split; the others are authored prompts
 
 
+class CachedFile(Part):
+    """Committed answers of the teacher (drafter/cached_answers.py), which generate_teacher takes instead of its own."""
+
+    file: Annotated[str, Field(pattern=r"^data/embedded/[a-z0-9._-]+$")]
+    sha256: Sha256
+
+
 class Generation(Part):
     max_new_tokens: Positive
     top_k: Positive
     batch_size: Positive
     dtype: Literal["float32", "bfloat16"]
+    cached: CachedFile | None = None
 
 
 # ---------------------------------------------------------------------------- training, packing, serving

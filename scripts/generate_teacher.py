@@ -2,6 +2,7 @@
 
     python -m scripts.generate_teacher --recipe smollm2-quick
     python -m scripts.generate_teacher --recipe smollm2-quick --dry-run
+    python -m scripts.generate_teacher --recipe smollm2-135m --export data/embedded/smollm2-135m.parquet
 
 Needs the teacher (download_models) and prompt files (prepare_selection, prepare_data, ...). One process answers
 all pools but `final`, which only validate.py opens. Rows that end leave the batch and waiting ones enter; top-K
@@ -12,6 +13,9 @@ ids that no shard holds yet. A tail that repeats itself is cut (drafter.teacher_
 the transformers model; auto takes the first where its kernels can be built. vllm (where it is installed; not run on a
 GPU, see drafter/vllm_decoder.py) takes ids in and gives ids and top-K lists. They differ in near-ties alone, but the
 shards of a recipe are made by one of them: the others' are refused.
+
+--teacher cached takes the ids of the answers from the file that the recipe names (generation.cached) and computes their
+top-K lists; prompts that are not in it are answered. --teacher generate answers all. --export makes such a file.
 """
 
 import argparse
@@ -21,12 +25,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from drafter import cached_answers
+from drafter.cached_answers import CachedAnswers
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
 from drafter.corpus import read_prompts
 from drafter.native import SOURCES
-from drafter.provenance import code_hash, read_json, sha256_file, sha256_folder, versions, write_json
+from drafter.provenance import ROOT, code_hash, read_json, relative, sha256_file, sha256_folder, versions, write_json
 from drafter.recipe import Recipe, load_recipe, recipe_names
 from drafter.teacher_data import (
     ShardWriter,
@@ -36,15 +43,17 @@ from drafter.teacher_data import (
     kept_length,
     read_metadata,
     read_shards,
+    refuse_difference,
     shard_paths,
 )
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
+PREFIX_CACHE_BYTES = 64 << 20
 LIBRARIES = {"transformers": ("torch", "transformers"), "own": ("torch", "transformers"), "vllm": ("torch", "vllm")}
 # What decides an answer beside the weights.
 COMMON = ("decoding.py", "chat.py", "teacher_data.py")
-CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "decoder.py", "native.py", *SOURCES),
+CODE = {"transformers": COMMON, "own": (*COMMON, "stepping.py", "prefix_cache.py", "decoder.py", "native.py", *SOURCES),
         "vllm": (*COMMON, "vllm_decoder.py")}  # fmt: skip
 
 
@@ -76,14 +85,14 @@ def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[i
     """The teacher's weights behind one of the decode loops, ready for these prompts."""
     import torch
 
-    from drafter.decoder import decoder_of
     from drafter.decoding import greedy_decode, load_causal_lm
-    from drafter.native import MAX_TOKENS, NativeForward
+    from drafter.prefix_cache import PrefixCache
     from drafter.stepping import decode
 
     settings, teacher = recipe.generation, recipe.teacher
     folder = recipe.cache_dir / "models" / "teacher"
     slots, longest = min(settings.batch_size, len(prompts)), max(map(len, prompts)) + settings.max_new_tokens
+    limits = {"max_new_tokens": settings.max_new_tokens, "stop_ids": teacher.stop_ids}
     if decoder == "vllm":
         from drafter import vllm_decoder
 
@@ -91,14 +100,67 @@ def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[i
             folder, dtype=settings.dtype, context=longest, batch_size=settings.batch_size, top_k=settings.top_k
         )
         rows = {"num_ids": teacher.num_ids, "table_rows": read_json(folder / "config.json")["vocab_size"]}
-        return functools.partial(vllm_decoder.decode, engine, **rows, batch_size=settings.batch_size)
-    model = load_causal_lm(folder, getattr(torch, settings.dtype), device, stop_ids=teacher.stop_ids)
+        return functools.partial(vllm_decoder.decode, engine, **rows, batch_size=settings.batch_size, **limits)
     if decoder == "transformers":
+        model = load_causal_lm(folder, getattr(torch, settings.dtype), device, stop_ids=teacher.stop_ids)
         own = {"num_ids": teacher.num_ids, "batch_size": settings.batch_size}
-        return functools.partial(greedy_decode, model, **own)
-    weights = decoder_of(model, num_ids=teacher.num_ids, positions=longest)
-    forward = NativeForward(weights, threads=torch.get_num_threads(), max_tokens=max(MAX_TOKENS, slots))
-    return functools.partial(decode, forward, forward.new_cache(slots, longest))
+        return functools.partial(greedy_decode, model, **own, **limits)
+    forward = open_forward(recipe, decoder, device, longest, slots)
+    weights = forward.decoder
+    shape = (len(weights.layers), weights.kv_heads, weights.head_dim)
+    limits["prefix_cache"] = PrefixCache(PREFIX_CACHE_BYTES, *shape)  # prompts begin with the template's own text
+    return functools.partial(decode, forward, forward.new_cache(slots, longest), **limits)
+
+
+def open_forward(recipe: Recipe, decoder: str, device: str, positions: int, slots: int = 1) -> Any:
+    """The teacher as an own forward pass: native for `own`, else the plain one."""
+    import torch
+
+    from drafter.decoder import decoder_of
+    from drafter.decoding import load_causal_lm
+    from drafter.native import MAX_TOKENS, NativeForward
+    from drafter.plain import PlainForward
+
+    dtype, teacher = getattr(torch, recipe.generation.dtype), recipe.teacher
+    model = load_causal_lm(recipe.cache_dir / "models" / "teacher", dtype, device, stop_ids=teacher.stop_ids)
+    weights = decoder_of(model, num_ids=teacher.num_ids, positions=positions)
+    if decoder == "own":
+        return NativeForward(weights, threads=torch.get_num_threads(), max_tokens=max(MAX_TOKENS, slots))
+    return PlainForward(weights, dtype=dtype, device=device)
+
+
+def open_replay(
+    recipe: Recipe, decoder: str, device: str, prompts: list[list[int]], answers: list[cached_answers.Answer]
+) -> Callable[..., Any]:
+    """The lists of known answers to these prompts, by the own forward pass whatever the decoder."""
+    longest = max(len(prompt) + len(known.ids) for prompt, known in zip(prompts, answers, strict=True))
+    return functools.partial(cached_answers.replay, open_forward(recipe, decoder, device, longest), answers=answers)
+
+
+def open_cached(recipe: Recipe, choice: str, settings: dict) -> CachedAnswers | None:
+    """The committed answers that take part; ValueError when `cached` is asked for and there are none that fit."""
+    declared = recipe.generation.cached
+    if declared is None and choice == "cached":
+        raise ValueError(f"the recipe {recipe.name} names no cached answers (generation.cached); --teacher generate")
+    if declared is None or choice == "generate":
+        return None
+    cached = CachedAnswers.read(ROOT / declared.file, declared.sha256)
+    fixed = {key: settings[key] for key in (*declared_settings(recipe), "tokenizer_files", "teacher_files")
+             if key != "top_k"}  # fmt: skip
+    refuse_difference(declared.file, {key: cached.settings.get(key) for key in fixed}, fixed)
+    return cached
+
+
+def export(recipe: Recipe, path: Path) -> dict:
+    """Every answer on disk as a file for generation.cached of the recipe -> what stands in it, and its sha256."""
+    folder = recipe.cache_dir / "teacher"
+    paths = [path for pool in pools(recipe) for path in shard_paths(folder, pool.stem)]
+    rows = read_shards(paths)
+    settings = {**read_metadata(paths[0]), "teacher_files": teacher_files(recipe)}
+    sha256 = cached_answers.write(path, rows, settings)
+    tokens = sum(len(row.continuation_ids) for row in rows)
+    return {"file": relative(path), "rows": len(rows), "tokens": tokens, "size_bytes": path.stat().st_size,
+            "sha256": sha256}  # fmt: skip
 
 
 def shard_metadata(recipe: Recipe, teacher: Path, device: str, decoder: str) -> dict:
@@ -116,15 +178,15 @@ def shard_metadata(recipe: Recipe, teacher: Path, device: str, decoder: str) -> 
 
 
 def answer(
-    recipe: Recipe,
     waiting: list[tuple[str, dict]],
     prompts: list[list[int]],
     writers: dict[str, ShardWriter],
-    decode: Callable[..., list],
+    decode: Callable[..., Any],
+    top_k: int,
     bar,
 ) -> Counter:
-    """Answer (pool, row) pairs of all pools in one batch that stays full to the end; returns counters."""
-    settings = recipe.generation
+    """Answer (pool, row) pairs of all pools in one batch that stays full to the end; returns counters. `decode` takes
+    prompts, top_k, on_finish and progress: a decode loop, or the replay of known answers."""
     counts: Counter = Counter()
     started_s = time.perf_counter()
 
@@ -141,15 +203,12 @@ def answer(
         bar.update(1)
 
     def count_tokens(step_tokens: int) -> None:
-        counts["generated_tokens"] += step_tokens
-        rate = counts["generated_tokens"] / (time.perf_counter() - started_s)
+        counts["tokens"] += step_tokens
+        rate = counts["tokens"] / (time.perf_counter() - started_s)
         bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
 
     try:
-        decode(
-            prompts, settings.max_new_tokens, stop_ids=recipe.teacher.stop_ids, top_k=settings.top_k,
-            on_finish=save, progress=count_tokens,
-        )  # fmt: skip
+        decode(prompts, top_k=top_k, on_finish=save, progress=count_tokens)
     finally:
         for writer in writers.values():
             writer.flush()  # a run that is stopped keeps every row that had ended
@@ -195,7 +254,7 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
     before = read_json(ledger_path)["cost"] if ledger_path.exists() else {"hours": 0.0, "generated_tokens": 0}
     cost = {
         "hours": round(before["hours"] + elapsed_s / 3600, 4),
-        "generated_tokens": before["generated_tokens"] + made["generated_tokens"],
+        "generated_tokens": before["generated_tokens"] + made["tokens"],
     }
     document = {"recipe": recipe.name, "teacher_files": teacher_files(recipe), "pools": report, "cost": cost}
     if any(pool["shards"] for pool in report.values()):
@@ -205,7 +264,7 @@ def summary(recipe: Recipe, elapsed_s: float, made: Counter) -> dict:
     return document
 
 
-def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto") -> dict:
+def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto", choice: str = "auto") -> dict:
     """Answer whatever is not answered yet. ValueError names the step that is missing."""
     import torch
 
@@ -226,6 +285,8 @@ def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto") -> dic
     )
     decoder = choose_decoder(recipe, decoder, device)
     metadata = shard_metadata(recipe, teacher, device, decoder)
+    cached = open_cached(recipe, choice, {**metadata, "teacher_files": teacher_files(recipe)})
+    metadata["cached_answers"] = cached and cached.sha256
     rows = {pool: read_prompts(pool) for pool in prompt_files}
     several = [row["id"] for pool in rows.values() for row in pool if row.get("history") == "regenerate"]
     if several:
@@ -238,18 +299,27 @@ def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto") -> dic
             print(f"{pool.stem}: {dropped} answers dropped, their prompts are no longer in {pool.name}")
         writers[pool.stem] = ShardWriter(folder, pool.stem, settings.top_k, metadata)
         waiting += [(pool.stem, row) for row in rows[pool] if row["id"] not in writers[pool.stem].done]
-    started_s, made = time.perf_counter(), Counter()
-    if waiting:
-        prompts = [chat.render(row["messages"]) for _, row in waiting]
-        decode = open_decoder(recipe, decoder, device, prompts)
-        with progress_bar(total, "teacher", "row", initial=total - len(waiting)) as bar:
-            made = answer(recipe, waiting, prompts, writers, decode, bar)
+    prompts = [chat.render(row["messages"]) for _, row in waiting]
+    known = [cached and cached.find(row["id"], ids) for (_, row), ids in zip(waiting, prompts, strict=True)]
+    started_s, made, replayed = time.perf_counter(), Counter(), Counter()
+    with progress_bar(total, "teacher", "row", initial=total - len(waiting)) as bar:
+        for found, counts in ((True, replayed), (False, made)):
+            chosen = [at for at, answer_of in enumerate(known) if bool(answer_of) == found]
+            if not chosen:
+                continue
+            texts = [prompts[at] for at in chosen]
+            if found:
+                decode = open_replay(recipe, decoder, device, texts, [known[at] for at in chosen])
+            else:
+                decode = open_decoder(recipe, decoder, device, texts)
+            counts.update(answer([waiting[at] for at in chosen], texts, writers, decode, settings.top_k, bar))
     elapsed_s = time.perf_counter() - started_s
     report = summary(recipe, elapsed_s, made)
+    tokens = made["tokens"] + replayed["tokens"]
     return {
-        "decoder": decoder, "rows": total, "made": made["rows"], "loops_cut": made["loops_cut"],
-        "generated_tokens": made["generated_tokens"],
-        "tokens_per_s": round(made["generated_tokens"] / elapsed_s, 1) if made["rows"] else None,
+        "decoder": decoder, "rows": total, "made": made["rows"], "cached": replayed["rows"],
+        "loops_cut": made["loops_cut"], "generated_tokens": made["tokens"], "cached_tokens": replayed["tokens"],
+        "tokens_per_s": round(tokens / elapsed_s, 1) if tokens else None,
         "stopped_share": {name: pool["stopped_share"] for name, pool in report["pools"].items()},
     }  # fmt: skip
 
@@ -274,6 +344,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     decoders = ("auto", "own", "transformers", "vllm")
     parser.add_argument("--decoder", default="auto", choices=decoders, help="own: fast, on the CPU; see above")
+    parser.add_argument(
+        "--teacher", default="auto", choices=("auto", "cached", "generate"),
+        help="cached: ids of the committed answers, only their lists are computed (auto: if the recipe has some)",
+    )  # fmt: skip
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write the answers on disk for generation.cached")
     parser.add_argument("--dry-run", action="store_true", help="rows, tokens, bytes and hours at most; nothing written")
     arguments = parser.parse_args(argv)
     return run_command(lambda: _main(arguments))
@@ -281,7 +356,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
-    report = estimate(recipe) if arguments.dry_run else generate(recipe, arguments.device, arguments.decoder)
+    if arguments.dry_run:
+        report = estimate(recipe)
+    elif arguments.export:
+        report = export(recipe, arguments.export)
+    else:
+        report = generate(recipe, arguments.device, arguments.decoder, arguments.teacher)
     print(json.dumps({"step": "generate_teacher", "recipe": recipe.name, **report}))
 
 
