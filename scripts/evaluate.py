@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 import torch
 
 from drafter import acceptance, results
+from drafter import estimate as gpu_estimate
 from drafter.answers import CHARS_PER_ID, answered_file, read_conversations
 from drafter.console import progress_bar, run_command
 from drafter.decoding import greedy_decode, load_causal_lm
@@ -368,6 +369,9 @@ def plan(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
             blocks = HEAD_ROWS * shape["vocabulary"] + 4 * recipe.evaluation.batch_tokens * shape["width"]
             memory_bytes = max(memory_bytes, MEMORY_BYTES + item_bytes * (shape["weights"] + blocks))
             seconds += 2 * shape["weights"] * (tokens or 0) / FORWARD_FLOPS_PER_S
+    base = recipe.cache_dir / "models" / "base"
+    gpu = gpu_estimate.forward(recipe, recipe.base, base, len(targets) * (tokens or 0))
+    gpu_estimate.print_lines(gpu)
     unknown = tokens is None or any(target["kind"] is None for target in targets)
     return {
         "step": "evaluate",
@@ -380,6 +384,7 @@ def plan(recipe: Recipe, args: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": None if unknown else memory_bytes,
         "estimated_s": None if unknown else round(seconds),
         "missing": missing,
+        "gpu": gpu,
     }
 
 

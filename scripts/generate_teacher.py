@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from drafter import cached_answers
+from drafter import estimate as gpu_estimate
 from drafter.cached_answers import CachedAnswers
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.console import progress_bar, run_command
@@ -46,6 +47,7 @@ from drafter.teacher_data import (
     refuse_difference,
     shard_paths,
 )
+from scripts._prompts import PROMPT_TOKENS
 
 # The rate of the plain loop on 2 cores at batch 64 (README, "How it is measured"); for the estimate of --dry-run.
 CPU_TOKENS_PER_S = 450
@@ -326,15 +328,27 @@ def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto", choice
 
 def estimate(recipe: Recipe) -> dict:
     """Rows, tokens, memory and time from the declaration and the prompt files that exist; opens no model."""
-    declared = sum(entry.count for entry in recipe.synthetic) + recipe.focused.count
-    declared += recipe.splits.selection + recipe.splits.development
-    rows = sum(len(read_prompts(pool)) for pool in pools(recipe)) or declared
-    tokens_at_most = rows * recipe.generation.max_new_tokens
+    authored, corpora = gpu_estimate.declared_rows(recipe)
+    found = [read_prompts(pool) for pool in pools(recipe)]
+    rows = sum(map(len, found)) or authored + corpora
+    # counted where authored (render is the teacher's, which may not be there), assumed for corpora
+    prompt_tokens = authored * PROMPT_TOKENS + corpora * gpu_estimate.CORPUS_PROMPT_TOKENS
+    answers_at_most = rows * recipe.generation.max_new_tokens
+    list_bytes = 6 * recipe.generation.top_k + 8
+    print(f"rows: {authored:,} authored, at most {corpora:,} of corpora; prompts: {PROMPT_TOKENS} and "
+          f"{gpu_estimate.CORPUS_PROMPT_TOKENS} ids each = {prompt_tokens:,} ids")  # fmt: skip
+    print(f"shards: {answers_at_most:,} ids x (6 B x {recipe.generation.top_k} + 8 B) = at most "
+          f"{answers_at_most * list_bytes / 1e9:.1f} GB before zstd")  # fmt: skip
+    gpu = gpu_estimate.teacher(recipe, rows, prompt_tokens)
+    gpu_estimate.print_lines(gpu)
     return {
+        "dry_run": True,
         "rows": rows,
-        "generated_tokens_at_most": tokens_at_most,
-        "shard_size_bytes_at_most": tokens_at_most * recipe.generation.top_k * 6,
-        "hours_on_2_cores_at_most": round(tokens_at_most / CPU_TOKENS_PER_S / 3600, 2),
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens_at_most": answers_at_most,
+        "shard_size_bytes_at_most": answers_at_most * list_bytes,
+        "hours_on_2_cores_at_most": round(answers_at_most / CPU_TOKENS_PER_S / 3600, 2),
+        "gpu": gpu,
     }
 
 

@@ -25,7 +25,8 @@ import numpy as np
 
 from drafter.chat import TOKENIZER_FILES
 from drafter.console import run_command
-from drafter.provenance import ROOT, read_json
+from drafter.estimate import Shape, shape_of
+from drafter.provenance import ROOT, read_json, relative
 from drafter.recipe import TRAIN_POOLS, Recipe, RunDocument, load_recipe
 
 # For --dry-run only, measured on trained weights: nanoseconds of the scale search a weight on one core, and bits a
@@ -232,11 +233,34 @@ def plan(recipe: Recipe, phase: str | None, run_dir: Path, out_dir: Path, storag
         names += [f"{phase}/nf4_scales.safetensors"] if phase == "qat" else []
     reads = [run_dir / name for name in names]
     found = {
-        "reads": [str(path) for path in reads if path.exists()],
-        "missing": [str(path) for path in reads if not path.exists()],
-        "writes": str(out_dir),
+        "step": "pack_model",
+        "recipe": recipe.name,
+        "dry_run": True,
+        "reads": [relative(path) for path in reads if path.exists()],
+        "missing": [relative(path) for path in reads if not path.exists()],
+        "writes": relative(out_dir),
     }
-    return found | (estimate(recipe, phase, folder, storage) if (folder / "config.json").exists() else {})
+    if (folder / "config.json").exists():
+        return found | estimate(recipe, phase, folder, storage)
+    shape = shape_of(recipe.base, recipe.cache_dir / "models" / "base")
+    return found | (archive_size(recipe, shape) if shape else {})
+
+
+def archive_size(recipe: Recipe, shape: Shape) -> dict[str, Any]:
+    """Bytes on disk before there is a checkpoint, with the arithmetic; the adapter's xz saves some more."""
+    import torch
+
+    table = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    linear, rank = shape.weights - table, recipe.adapter.rank
+    bits = 4 + (8 if recipe.packing.double_quant else 16) / recipe.packing.block_size
+    wide = shape.head_dim * (shape.heads + shape.kv_heads)
+    adapter = 2 * rank * shape.layers * (2 * wide + 4 * shape.hidden + 3 * (shape.hidden + shape.intermediate))
+    size = round(linear * bits / 8) + table + adapter
+    print(f"{linear:,} weights x {bits:.3f} bits + table {table:,} x 1 B + adapter {adapter:,} B = {size:,} B")
+    memory_bytes = 2 * size + 2 * shape.weights  # two copies of the archive's bytes and the checkpoint in bf16
+    print(f"memory: 2 x {size:,} + 2 B x {shape.weights:,} = {memory_bytes:,} B; no GPU is used")
+    return {"weights": shape.weights, "estimated_bytes": size, "estimated_memory_bytes": memory_bytes,
+            "estimated_s": round(linear * SEARCH_NS / 1e9 / torch.get_num_threads(), 1)}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- command line

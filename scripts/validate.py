@@ -110,8 +110,20 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     recipe = load_recipe(args.recipe)
     final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
     if args.dry_run:
-        plan = {"archive_id": check_archive(recipe, args.model), "final": relative(final), "exists": final.exists()}
-        print(json.dumps({**plan, "command": command_line(command)}))
+        missing = [] if final.exists() else [f"no {relative(final)}: prepare_selection makes it"]
+        archive_id, there = None, (args.model / "manifest.json").exists()
+        if there:
+            archive_id = check_archive(recipe, args.model)
+        else:
+            missing.append(f"no archive in {relative(args.model)}: pack_model makes it")
+        rows = recipe.splits.final
+        tokens = rows * recipe.generation.max_new_tokens
+        each = recipe.generation.max_new_tokens
+        print(f"{rows:,} final prompts x at most {each} ids = {tokens:,} ids of the teacher")
+        plan = {"step": "validate", "recipe": recipe.name, "dry_run": True, "archive_id": archive_id,
+                "final": relative(final), "rows": rows, "teacher_tokens_at_most": tokens, "missing": missing,
+                "command": command_line(command)}  # fmt: skip
+        print(json.dumps(plan))
         return
     record = validate(recipe, args.model, final, command)
     print_tables([record["result"]])
