@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from safetensors import safe_open
 
+from drafter.cached_answers import CachedAnswers
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.corpus import duplicate_key, held_out_token, prompt_id, read_prompts
 from drafter.provenance import ROOT, read_json, relative, sha256_folder, sha256_json
@@ -45,8 +46,12 @@ def check_shards(report: Report, recipe: Recipe, run: RunDocument) -> None:
         for name, sha256 in named.items():
             if report.file(folder / name, sha256, "teacher/manifest.json"):
                 check_settings(recipe, folder / name)
-                own = read_metadata(folder / name)["tokenizer_files"]
-                report.check(folder / name, "made with another tokenizer", tokenizer, own)
+                own = read_metadata(folder / name)
+                report.check(folder / name, "made with another tokenizer", tokenizer, own["tokenizer_files"])
+                if own.get("cached_answers"):
+                    declared = recipe.generation.cached
+                    report.check(folder / name, "took its ids from a file that the recipe does not name",
+                                 declared and declared.sha256, own["cached_answers"])  # fmt: skip
         for pool, entry in pools.items():
             report.file(prompts_path(recipe, pool), entry["prompts_sha256"], "teacher/manifest.json")
         for entry in run.phase_log:
@@ -66,10 +71,13 @@ def check_rows(report: Report, recipe: Recipe) -> None:
         settings = {"thinking": recipe.chat.thinking, "stop_ids": teacher.stop_ids, "num_ids": teacher.num_ids}
         chat, stops = Chat.load(recipe.cache_dir / "models" / "teacher", **settings), set(teacher.stop_ids)
         columns = ["id", *LABELS, "prompt_ids", "continuation_ids", "finish_reason"]
+        declared = recipe.generation.cached
+        cached = CachedAnswers.read(ROOT / declared.file, declared.sha256) if declared else None
         for pool in (*TRAIN_POOLS, *HELD_OUT[:2]):
             prompts = {row["id"]: row for row in read_prompts(prompts_path(recipe, pool))}
             waiting = set(prompts)
             for path in shard_paths(folder, pool):
+                known = cached if read_metadata(path).get("cached_answers") else None
                 for row in pq.read_table(path, columns=columns).to_pylist():
                     if row["id"] not in waiting:
                         report.fault(path, "holds an answer without a prompt, or a second one", "one each", row["id"])
@@ -84,6 +92,8 @@ def check_rows(report: Report, recipe: Recipe) -> None:
                     whole = 0 <= min(ids) <= max(ids) < teacher.num_ids and not stops & set(ids[:-1])
                     sound = whole and ended == (row["finish_reason"] == "stop")
                     report.check(path, f"answer of row {row['id'][:12]} is one", True, sound)
+                    if known and (answer := known.find(row["id"], rendered)):
+                        report.check(path, f"answer of row {row['id'][:12]} is the cached one", answer.ids, ids)
             report.check(prompts_path(recipe, pool), "prompts without an answer", [], sorted(waiting)[:3])
 
 
