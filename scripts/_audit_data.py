@@ -5,7 +5,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from safetensors import safe_open
 from drafter.cached_answers import CachedAnswers
 from drafter.chat import TOKENIZER_FILES, Chat
 from drafter.corpus import duplicate_key, held_out_token, prompt_id, read_prompts
+from drafter.duplicates import NEAR_JACCARD, NEAR_NGRAM, NearIndex, ngrams, unpack_hashes, user_text
 from drafter.provenance import ROOT, read_json, relative, sha256_folder, sha256_json
 from drafter.recipe import TRAIN_POOLS, Recipe, RunDocument
 from drafter.teacher_data import check_settings, read_metadata, shard_paths
+from drafter.wheel_text import read_wheel
 from scripts._audit_report import Report
 from scripts._prompts import TRAIN_STEPS, manifest_path, prompts_path, reserved_path
+from scripts._texts import wheel_path
 from scripts.calibrate import FILE as MOMENTS
 from scripts.calibrate import train_rows
 from scripts.download_data import fault_of, wanted_files
@@ -180,59 +183,43 @@ def check_corpora(report: Report, recipe: Recipe) -> None:
                 report.check(f"{corpus.repo}/{name}", "names a held-out split", None, held_out_token(name))
         for file in wanted_files(recipe, recipe.corpora):
             report.check(file.path, f"{file.repo}@{file.revision}/{file.name}", None, fault_of(file))
-        declared = {"synthetic", *_strings(recipe.document())}
+        wheels = {f"{wheel.package}=={wheel.version}": wheel_path(recipe, wheel)
+                  for wheel in (recipe.texts.wheels if recipe.texts else ())}  # fmt: skip
+        declared = {"synthetic", *wheels, *(corpus.repo for corpus in recipe.corpora)}
+        # what a task may show of a text: all of it, or a function without or with nothing but its docstring
+        texts = {name: {part for text in read_wheel(path) for part in (text.text, text.bare, text.head) if part}
+                 for name, path in wheels.items()}  # fmt: skip
         for name in TRAIN_STEPS:
-            sources = {row["source"] for row in read_prompts(prompts_path(recipe, name))}
-            report.check(prompts_path(recipe, name), "sources that the recipe does not declare", [],
-                         sorted(sources - declared))  # fmt: skip
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(inner)
+            path = prompts_path(recipe, name)
+            sources = {row["source"] for row in read_prompts(path)}
+            report.check(path, "sources that the recipe does not declare", [], sorted(sources - declared))
+            for row in read_prompts(path):
+                shown = user_text(row["messages"])
+                if row["source"] in texts and not any(part in shown for part in texts[row["source"]]):
+                    report.fault(path, f"row {row['id'][:12]} holds no text of its wheel", row["source"], "none")
 
 
 # ---------------------------------------------------------------------------- splits
 
-# As the train steps drop them: word 5-grams of the user's text, Jaccard similarity of two sets of them.
-NEAR_NGRAM, NEAR_JACCARD = 5, 0.8
+def near_rows(held_out: Mapping[str, set[int]], rows: Iterable[Mapping]) -> list[tuple[str, str, float]]:
+    """(id of a row, id of the nearest held-out row, similarity) of every row that is near to one. Exact.
 
-
-def near_rows(held_out: Iterable[Mapping], rows: Iterable[Mapping]) -> list[tuple[str, str, float]]:
-    """(id of a row, id of a held-out row, similarity) of every row that is near to a held-out one. Exact.
-
-    The held-out rows are few: an index of their n-grams counts what each row shares with each of them.
+    `held_out` is {id: hashed word n-grams}, by the rule with which the train steps drop rows (drafter/duplicates.py).
     """
-    index, sizes = {}, {}
-    for row in held_out:
-        grams = _ngrams(row["messages"])
-        sizes[row["id"]] = len(grams)
-        for gram in grams:
-            index.setdefault(gram, []).append(row["id"])
+    index, ids = NearIndex(), list(held_out)
+    for grams in held_out.values():
+        index.add(grams)
     near = []
     for row in rows:
-        grams, common = _ngrams(row["messages"]), {}
-        for gram in grams:
-            for other in index.get(gram, ()):
-                common[other] = common.get(other, 0) + 1
-        for other, count in common.items():
-            similarity = count / (len(grams) + sizes[other] - count)
-            if similarity >= NEAR_JACCARD:
-                near.append((row["id"], other, round(similarity, 3)))
+        other, similarity = index.nearest(ngrams(user_text(row["messages"]), NEAR_NGRAM))
+        if similarity >= NEAR_JACCARD:
+            near.append((row["id"], ids[other], round(similarity, 3)))
     return near
 
 
-def _ngrams(messages: Sequence[Mapping[str, str]]) -> set[tuple[str, ...]]:
-    """Word n-grams, case-folded; a shorter text has one, itself."""
-    words = re.findall(r"\w+", " ".join(turn["content"] for turn in messages if turn["role"] == "user").casefold())
-    return {tuple(words[at : at + NEAR_NGRAM]) for at in range(max(1, len(words) - NEAR_NGRAM + 1))} if words else set()
-
-
 def check_splits(report: Report, recipe: Recipe) -> None:
-    """Ids are the hashes of their texts, stand once, and no train row is equal or near to a held-out one."""
+    """Ids are the hashes of their texts, stand once, and no train row is equal or near to a held-out one (of final rows
+    the n-grams are in reserved.json)."""
     with report.link("splits", recipe.cache_dir / "prompts"):
         reserved = read_json(reserved_path(recipe))
         held_out = [row for name in HELD_OUT[:2] for row in read_prompts(prompts_path(recipe, name))]
@@ -244,9 +231,13 @@ def check_splits(report: Report, recipe: Recipe) -> None:
         report.check(reserved_path(recipe), "ids that stand in two splits", 0, total - len(where))
         keys, own = set(reserved["duplicate_keys"]), {duplicate_key(row["messages"]).hex() for row in held_out}
         report.check(reserved_path(recipe), "duplicate_keys of held-out rows that it lacks", [], sorted(own - keys)[:3])
+        grams = {row_id: unpack_hashes(packed) for split in HELD_OUT
+                 for row_id, packed in zip(reserved["ids"][split], reserved["ngrams"][split], strict=True)}  # fmt: skip
         for row in held_out:
-            report.check(prompts_path(recipe, row["split"]), "id is not the hash of the text",
-                         prompt_id(row["messages"]), row["id"])  # fmt: skip
+            path = prompts_path(recipe, row["split"])
+            report.check(path, "id is not the hash of the text", prompt_id(row["messages"]), row["id"])
+            same = grams.get(row["id"]) == ngrams(user_text(row["messages"]), NEAR_NGRAM)
+            report.check(reserved_path(recipe), f"n-grams of row {row['id'][:12]} are those of its text", True, same)
         for name in TRAIN_STEPS:
             path = prompts_path(recipe, name)
             for row in read_prompts(path):
@@ -259,7 +250,7 @@ def check_splits(report: Report, recipe: Recipe) -> None:
                 family = row["family"]
                 if family in reserved["skeletons"] or family.partition("/")[0] in reserved["families"]:
                     report.fault(path, f"row {row['id'][:12]} is of a reserved skeleton", "none", family)
-            for row_id, other, similarity in near_rows(held_out, read_prompts(path)):
+            for row_id, other, similarity in near_rows(grams, read_prompts(path)):
                 report.fault(path, f"row {row_id[:12]} is near to the held-out row {other[:12]}",
                              f"Jaccard < {NEAR_JACCARD}", similarity)  # fmt: skip
         report.figures["held_out_rows"], report.figures["train_rows"] = total, len(where) - total

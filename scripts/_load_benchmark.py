@@ -27,7 +27,6 @@ from drafter.streams import PIECE, new_buffer
 from model_io import load_model, verify
 
 LOADS = ("verify", "packed", "merged")
-SERVED = "served, a batch of 16"
 
 
 @dataclass(frozen=True)
@@ -127,37 +126,54 @@ def memory_of_load(folder: Path, form: str) -> dict[str, int]:
     {"peak_bytes": at most, "kept_bytes": after the load, "model_bytes": those of the latter that are weights}; what is
     kept beside weights is the tokenizer.
     """
+    return _in_own_process(_measure_load, folder, form)
+
+
+def memory_of_server(folder: Path) -> dict[str, int]:
+    """The same of an engine that has drafted 16 tokens for a batch of 16 prompts of 512 (or what its context takes).
+
+    {"peak_bytes", "kept_bytes", "weights_bytes": packed, with the adapter, "cache_bytes": keys and values of those
+    positions in the batch's own cache, and what the prefix cache keeps}.
+    """
+    return _in_own_process(_measure_server, folder)
+
+
+def _in_own_process(measure: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measure_memory, folder, form).result()
+        return pool.submit(measure, *arguments).result()
 
 
-def _measure_memory(folder: Path, form: str) -> dict[str, int]:
-    from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401  what the load would import
-
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on: importing has one of its own
-    before = _resident("VmRSS")
-    if form == SERVED:
-        return _serve(folder, before)
+def _measure_load(folder: Path, form: str) -> dict[str, int]:
+    before = _begin()
     loaded = _load(folder, form)
-    peak, kept = _resident("VmHWM") - before, _resident("VmRSS") - before
-    return {"peak_bytes": peak, "kept_bytes": kept, "model_bytes": _size_of(getattr(loaded, "model", None))}
+    return {**_taken(before), "model_bytes": _size_of(getattr(loaded, "model", None))}
 
 
-def _serve(folder: Path, before: int) -> dict[str, int]:
-    """An engine that has drafted 16 tokens for a batch of 16 prompts of 512 (or what its context takes); further,
-    "cache_bytes": keys and values of those positions in the batch's own cache, and what the prefix cache keeps."""
+def _measure_server(folder: Path) -> dict[str, int]:
+    before = _begin()
     engine = DraftEngine(load_model(folder, form="packed"))
     length = min(512, engine.context - 16)
     prompts = [[(31 * at + 7919 * row) % (engine.num_ids - 3) + 3 for at in range(length)] for row in range(16)]
     engine.draft([DraftRequest(tokens, 16) for tokens in prompts])
     decoder, cached = engine.forward.decoder, engine.prefix_cache.size_bytes
     return {
-        "peak_bytes": _resident("VmHWM") - before,
-        "kept_bytes": _resident("VmRSS") - before,
-        "model_bytes": sum(matrix.size_bytes for matrix in decoder.matrices),
+        **_taken(before),
+        "weights_bytes": sum(matrix.size_bytes for matrix in decoder.matrices),
         "cache_bytes": 16 * (length + 16) * decoder.cache_bytes_per_token + cached,
     }
+
+
+def _begin() -> int:
+    """Bytes held before what is measured; the peak counts from now on, for importing has one of its own."""
+    from transformers import AutoTokenizer, Qwen3ForCausalLM  # noqa: F401  what the load would import
+
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _taken(before: int) -> dict[str, int]:
+    return {"peak_bytes": _resident("VmHWM") - before, "kept_bytes": _resident("VmRSS") - before}
 
 
 def _resident(field: str) -> int:

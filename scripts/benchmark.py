@@ -2,6 +2,7 @@
 
     python -m scripts.benchmark load                    # the archive in model/: each stage, whole loads, peak memory
     python -m scripts.benchmark load --qwen3-1.7b runs/benchmark/qwen3-1.7b --record
+    python -m scripts.benchmark memory                  # what a server of it holds, beside weights, keys and values
     python -m scripts.benchmark draft                   # a decode step and a prefill of every engine
     python -m scripts.benchmark teacher                 # tokens a second of the decoders that answer prompts
 
@@ -65,17 +66,11 @@ def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]]
         times = {key: round(value, 5) for key, value in times.items()}
         rows.append({"model": model, "stage": stage.name, "mb_per_s": rate, "peak_memory_bytes": peak, **times})
     floor = max(rows[: len(stages)], key=lambda row: row["seconds"])
-    served = bench.memory_of_load(folder, bench.SERVED)
-    untimed = dict.fromkeys(("mb_per_s", "seconds", "runs", "min", "max"))
     found: dict[str, Any] = {"model": model, "floor": floor["stage"], "floor_s": floor["seconds"]}
     for row in rows[len(stages) :]:
         key = row["stage"].removeprefix("load ")
         found[f"{key}_to_floor"] = round(row["seconds"] / floor["seconds"], 2)
         found |= {f"{key}_{name}": value for name, value in memory[row["stage"]].items()}
-    rows.append({"model": model, "stage": bench.SERVED, **untimed, "peak_memory_bytes": served["peak_bytes"]})
-    found |= {f"served_{key}": value for key, value in served.items()}
-    parts = served["model_bytes"] + served["cache_bytes"]
-    found["served_over_weights_and_cache"] = round(served["kept_bytes"] / parts, 3)
     found["folder_bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     return rows, found
 
@@ -83,14 +78,11 @@ def load_rows(model: str, folder: Path, runs: int) -> tuple[list[dict[str, Any]]
 def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
     print(f"\n{found['model']}, {found['folder_bytes'] / 1e6:,.1f} MB in the folder")
     print(f"{'stage':<28} {'MB/s':>8} {'seconds':>9} {'min':>9} {'max':>9} {'peak MB':>9}")
-    for row in rows[:-1]:
+    for row in rows:
         rate = "" if row["mb_per_s"] is None else f"{row['mb_per_s']:,.0f}"
         peak = "" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e6:,.1f}"
         times = " ".join(f"{row[key]:>9.4f}" for key in ("seconds", "min", "max"))
         print(f"{row['stage']:<28} {rate:>8} {times} {peak:>9}")
-    kept, parts = found["served_kept_bytes"], found["served_model_bytes"] + found["served_cache_bytes"]
-    times = f"{kept / parts:.2f} x weights, keys and values"
-    print(f"served, after a batch of 16 prompts of 512: {kept / 1e6:,.1f} MB, {times}")
     print(f"floor, the slowest single stage: {found['floor']}, {found['floor_s']:.3f} s")
     for form in ("verify", "packed", "merged"):
         peak, kept, weights = (found[f"{form}_{name}_bytes"] for name in ("peak", "kept", "model"))
@@ -98,7 +90,8 @@ def print_loads(rows: list[dict[str, Any]], found: dict[str, Any]) -> None:
         print(f"{form:<6} takes {found[f'{form}_to_floor']} x the floor; {memory if weights else 'keeps no weights'}")
 
 
-def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+def archives(args: argparse.Namespace) -> list[tuple[str, Path]]:
+    """(name, folder) of the archive that is given and of one of Qwen3-1.7B's shape, made where it is missing."""
     from model_io import verify
     from scripts.random_model import QWEN3_1_7B, pack_random_model
 
@@ -109,9 +102,13 @@ def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]
             print(f"packing random weights of Qwen3-1.7B's shape into {relative(args.qwen3)}, some minutes", flush=True)
             pack_random_model(QWEN3_1_7B, args.qwen3, tokenizer_dir=args.tokenizer)
         models.append(("qwen3-1.7b", args.qwen3))
+    return models
+
+
+def run_load(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     print(machine_line())
     rows, found = [], []
-    for model, folder in models:
+    for model, folder in archives(args):
         new_rows, summary_of_model = load_rows(model, folder, args.runs)
         print_loads(new_rows, summary_of_model)
         rows += new_rows
@@ -204,6 +201,23 @@ def run_draft(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any
 # ---------------------------------------------------------------------------- teacher
 
 
+# ---------------------------------------------------------------------------- memory
+
+
+def run_memory(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """What an engine holds behind a batch of 16 prompts of 512, over its packed weights and those keys and values."""
+    from scripts._load_benchmark import memory_of_server
+
+    rows = []
+    for model, folder in archives(args):
+        found = memory_of_server(folder)
+        parts = found["weights_bytes"] + found["cache_bytes"]
+        rows.append({"model": model, **found, "over_weights_and_cache": round(found["kept_bytes"] / parts, 3)})
+        kept = found["kept_bytes"]
+        print(f"{model}: {kept / 1e6:,.1f} MB, {kept / parts:.2f} x weights, keys and values")
+    return finish("memory", rows, command, args.record)
+
+
 def run_teacher(args: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
     from drafter.recipe import load_recipe
     from scripts._teacher_benchmark import measure
@@ -226,16 +240,21 @@ def run_teacher(args: argparse.Namespace, command: Sequence[str]) -> dict[str, A
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
-    load = commands.add_parser("load", help="verify and load a packed archive: rates of its stages, seconds, memory")
-    add = load.add_argument
     default = Path(os.environ.get("MODEL_DIR") or ROOT / "model")
-    add("model", nargs="?", type=Path, default=default, metavar="MODEL_DIR", help="a packed archive (default: model)")
     advice = "made there when missing: 5 minutes, 9 GB of memory, 3 GB of disk"
-    add("--qwen3-1.7b", dest="qwen3", type=Path, metavar="DIR", help=f"and an archive of its shape; {advice}")
-    add("--tokenizer", type=Path, metavar="DIR", help="Qwen3's tokenizer for the latter (default: 256 bytes as ids)")
-    add("--runs", type=int, default=5, help="timed rounds, after one that is not counted (default 5)")
-    add("--record", action="store_true", help="write data/results/load.json and refresh the README's table")
-    load.set_defaults(run=run_load)
+    for name, run, words in (
+        ("load", run_load, "verify and load a packed archive: rates of its stages, seconds, memory"),
+        ("memory", run_memory, "what a server of a packed archive holds"),
+    ):
+        command = commands.add_parser(name, help=words)
+        add = command.add_argument
+        add("model", nargs="?", type=Path, default=default, metavar="MODEL_DIR", help="an archive (default: model)")
+        add("--qwen3-1.7b", dest="qwen3", type=Path, metavar="DIR", help=f"and one of its shape; {advice}")
+        add("--tokenizer", type=Path, metavar="DIR", help="Qwen3's tokenizer for that (default: 256 bytes as ids)")
+        if name == "load":
+            add("--runs", type=int, default=5, help="timed rounds, after one that is not counted (default 5)")
+        add("--record", action="store_true", help=f"write data/results/{name}.json and refresh the README's table")
+        command.set_defaults(run=run)
     draft = commands.add_parser("draft", help="a decode step and a prefill of every engine, beside the floor")
     add = draft.add_argument
     add("model", nargs="?", type=Path, default=default, metavar="MODEL_DIR", help="a packed archive (default: model)")

@@ -8,7 +8,9 @@ download_models fetches its hub files by the same functions.
 """
 
 import argparse
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,10 +47,17 @@ def want(repo_type: str, repo: str, revision: str, name: str, pin: FilePin, path
 
 
 def remember(file: HubFile) -> None:
-    """Writes a learnt hash to the lock file, beside those that are there."""
-    locked, learnt = _locked(), {"sha256": file.sha256, "size_bytes": file.size_bytes}
-    if locked.get(file.label) != learnt:
-        write_json(LOCK, {"format": 1, "files": dict(sorted({**locked, file.label: learnt}.items()))})
+    """Writes a learnt hash to the lock file, beside what is there: also what another process wrote meanwhile."""
+    learnt = {"sha256": file.sha256, "size_bytes": file.size_bytes}
+    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(LOCK.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # one process at a time from reading to writing; closing ends it
+        locked = _locked()
+        if locked.get(file.label) != learnt:
+            write_json(LOCK, {"format": 1, "files": dict(sorted({**locked, file.label: learnt}.items()))})
+    finally:
+        os.close(folder)
 
 
 def corpus_path(recipe: Recipe, corpus: Corpus, name: str) -> Path:

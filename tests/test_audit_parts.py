@@ -7,6 +7,7 @@ import torch
 
 from drafter.archive import read_archive
 from drafter.checkpoint import Checkpoint
+from drafter.duplicates import NEAR_NGRAM, ngrams
 from drafter.provenance import read_json
 from model_io import pack_base
 from scripts import pack_model
@@ -39,7 +40,8 @@ def test_near_rows_are_found_and_templates_are_not():
         return {"id": name, "messages": [{"role": "user", "content": text}]}
 
     text = " ".join(f"word{at}" for at in range(100))
-    held_out = [row("a", text), row("b", "two words"), row("c", " ".join(f"other{at}" for at in range(30)))]
+    texts = {"a": text, "b": "two words", "c": " ".join(f"other{at}" for at in range(30))}
+    held_out = {name: ngrams(of, NEAR_NGRAM) for name, of in texts.items()}
     near = row("near", text.replace("word50 ", "changed "))
     far = row("far", " ".join(f"word{at}" if at % 9 else "gap" for at in range(100)))
     found = near_rows(held_out, [near, far, row("short", "Two words!"), row("none", "")])

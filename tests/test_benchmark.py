@@ -31,9 +31,7 @@ def test_load(archive, tmp_path, monkeypatch, capsys):
     document = json.loads(lines[-1])
     [found] = document.pop("models")
     assert results.read(tmp_path / "results" / "load.json") == document
-    *rows, served = document["rows"]
-    assert served == {**served, "stage": bench.SERVED, "seconds": None} and served["peak_memory_bytes"] > 0
-    assert found["served_kept_bytes"] > found["served_model_bytes"] + found["served_cache_bytes"] > 0
+    rows = document["rows"]
     assert [row["stage"] for row in rows] == [*STAGES, "verify", "load packed", "load merged"]
     for row in rows:
         assert set(row) == {"model", "stage", "mb_per_s", "seconds", "peak_memory_bytes", "runs", "min", "max"}
@@ -48,6 +46,14 @@ def test_load(archive, tmp_path, monkeypatch, capsys):
     # tied weights once, in bf16: a table of 272 x 64, two layers of 64 x (64 + 32 + 32 + 64 + 3 x 96), norms
     assert found["merged_model_bytes"] >= 2 * (272 * 64 + 2 * 64 * (64 + 32 + 32 + 64 + 3 * 96))
     assert 0 < found["packed_model_bytes"] < found["merged_model_bytes"]
+
+
+def test_memory_of_a_server(archive, tmp_path, monkeypatch, capsys):
+    """A server of the 1.7 B shape held 9 GB for 2.4 GB of weights, keys and values, and no figure showed it."""
+    monkeypatch.setattr(benchmark, "ROOT", tmp_path)
+    assert benchmark.main(["memory", str(archive)]) == 0
+    [row] = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["peak_bytes"] >= row["kept_bytes"] > row["weights_bytes"] + row["cache_bytes"] > row["weights_bytes"] > 0
 
 
 def test_rounds_go_through_all_stages_in_turn_and_do_not_count_the_first():

@@ -1,6 +1,7 @@
 """download_data as people run it, against a hub on loopback: pins, lock, disk, cache, offline, real rows."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -272,3 +273,28 @@ def test_the_real_gsm8k_rows_come_through_a_bad_line(world, monkeypatch, capsys)
     assert all("authorization" not in request.headers for request in world.hub.asked("GET", "cdn"))
     assert not any("test" in request.path for request in world.hub.requests)
     assert world.hub.token not in "".join(capsys.readouterr())
+
+
+# ---------------------------------------------------------------------------- several processes
+
+
+def _remember(lock_path: str, number: int) -> None:
+    download_data.LOCK = Path(lock_path)
+    for part in range(5):
+        name = f"main/train-{number}-{part}.parquet"
+        file = fetch.HubFile("dataset", REPO, REVISION, name, Path("unused"), sha256=f"{number:064x}", size_bytes=part)
+        download_data.remember(file)
+
+
+def test_two_downloads_at_once_lose_no_hash(tmp_path):
+    """Both read the lock file, each wrote it with its own hash alone, and the other's was gone."""
+    path = tmp_path / "data" / "corpora.lock.json"
+    context = multiprocessing.get_context("spawn")
+    jobs = [context.Process(target=_remember, args=(str(path), number)) for number in range(4)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(120)
+        assert job.exitcode == 0
+    assert len(json.loads(path.read_text())["files"]) == 20
+    assert os.listdir(path.parent) == [path.name]
