@@ -53,11 +53,10 @@ def generate_answers(recipe: Recipe) -> Answer:
 
 
 def loop_answers(recipe: Recipe, decoder: str, prompts: Sequence[list[int]]) -> Answer:
-    settings = recipe.generation
     decode = open_decoder(recipe, decoder, "cpu", list(prompts))
 
     def answer(prompts: Sequence[list[int]]) -> int:
-        rows = decode(prompts, settings.max_new_tokens, stop_ids=recipe.teacher.stop_ids, top_k=settings.top_k)
+        rows = decode(prompts, top_k=recipe.generation.top_k)
         return sum(len(row.tokens) for row in rows)
 
     return answer

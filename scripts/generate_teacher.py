@@ -108,10 +108,14 @@ def open_decoder(recipe: Recipe, decoder: str, device: str, prompts: list[list[i
         own = {"num_ids": teacher.num_ids, "batch_size": settings.batch_size}
         return functools.partial(greedy_decode, model, **own, **limits)
     forward = open_forward(recipe, decoder, device, longest, slots)
-    weights = forward.decoder
-    shape = (len(weights.layers), weights.kv_heads, weights.head_dim)
-    limits["prefix_cache"] = PrefixCache(PREFIX_CACHE_BYTES, *shape)  # prompts begin with the template's own text
-    return functools.partial(decode, forward, forward.new_cache(slots, longest), **limits)
+    weights, cache = forward.decoder, forward.new_cache(slots, longest)
+
+    def answer_all(prompts: list[list[int]], **own: Any) -> list:
+        # prompts begin with the template's own text; a cache of its own, so that a call does not depend on earlier ones
+        known = PrefixCache(PREFIX_CACHE_BYTES, len(weights.layers), weights.kv_heads, weights.head_dim)
+        return decode(forward, cache, prompts, prefix_cache=known, **limits, **own)
+
+    return answer_all
 
 
 def open_forward(recipe: Recipe, decoder: str, device: str, positions: int, slots: int = 1) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from drafter import results
 from scripts import _load_benchmark as bench
-from scripts import benchmark
+from scripts import _teacher_benchmark, benchmark
 
 STAGES = [
     "read file (stored)",
@@ -69,3 +69,14 @@ def test_what_is_not_an_archive_is_one_line(tmp_path, capsys):
     assert "is not a packed archive" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         benchmark.main(["load", "--runs", "0"])
+
+
+def test_teacher_rates_are_of_equal_work(chain):
+    """Each decoder answers the same prompts with as many ids, but for near-ties."""
+    half = chain.recipe.generation.model_copy(update={"dtype": "bfloat16"})  # the kernels' own
+    recipe = chain.recipe.model_copy(update={"generation": half})
+    rows = _teacher_benchmark.measure(recipe, 8, lambda count: None)
+    assert [row["decoder"] for row in rows] == ["generate", "transformers", "own"]
+    assert len({row["prompt_tokens"] for row in rows}) == 1 and all(row["tokens_per_s"] > 0 for row in rows)
+    counts = [row["generated_tokens"] for row in rows]
+    assert max(counts) <= 1.2 * min(counts)
