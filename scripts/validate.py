@@ -111,10 +111,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> None:
     final = args.final or recipe.cache_dir / "prompts" / "final.jsonl"
     if args.dry_run:
         missing = [] if final.exists() else [f"no {relative(final)}: prepare_selection makes it"]
-        archive_id, there = None, (args.model / "manifest.json").exists()
-        if there:
-            archive_id = check_archive(recipe, args.model)
-        else:
+        archive_id = check_archive(recipe, args.model) if args.model.exists() else None
+        if archive_id is None:
             missing.append(f"no archive in {relative(args.model)}: pack_model makes it")
         rows = recipe.splits.final
         tokens = rows * recipe.generation.max_new_tokens

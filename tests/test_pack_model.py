@@ -97,7 +97,7 @@ def test_dry_run_says_what_it_would_cost(run, capsys):
     assert pack_model.main(["--recipe", "tiny", "--base", "--dry-run"]) == 0
     base = last_line(capsys)
     assert not (run_dir / "base").exists() and base["missing"] == [] and base["estimated_s"] == 0
-    assert str(run_dir / "qat" / "nf4_scales.safetensors") in base["reads"]
+    assert "nf4_scales.safetensors" in base["reads"]  # below the root with its folders
     assert base["estimated_memory_bytes"] > 0
     assert pack_model.main(["--recipe", "tiny", "--base"]) == 0
     report = last_line(capsys)
@@ -111,7 +111,7 @@ def test_dry_run_says_what_it_would_cost(run, capsys):
     assert plain <= packed["files"]["weights.safetensors"] + tokenizer < 1.02 * plain
     assert pack_model.main(["--recipe", "tiny", "--dry-run"]) == 0
     final = last_line(capsys)
-    assert str(run_dir / "adapter" / "adapter.json") in final["missing"]
+    assert "adapter.json" in final["missing"]
     assert final["estimated_bytes"] > base["estimated_bytes"]
     assert pack_model.main(["--recipe", "tiny", "--phase", "polish", "--dry-run"]) == 0
     nothing = last_line(capsys)
