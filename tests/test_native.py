@@ -18,7 +18,7 @@ from drafter.native import FLAGS, BuildError, NativeForward
 from drafter.plain import PlainForward
 from drafter.prefix_cache import BLOCK, PrefixCache
 
-# What compilers build for lesser machines; each is run here, for this machine can run them all.
+# What compilers build for lesser machines than this one; where it lacks a set of instructions itself, two are the same.
 LESSER = {"avx512": ("-mno-avx512bf16",), "avx2": ("-mno-avx512f",), "baseline": ("-march=x86-64",)}
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
