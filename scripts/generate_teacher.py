@@ -44,7 +44,6 @@ from drafter.teacher_data import (
     kept_length,
     read_metadata,
     read_shards,
-    refuse_difference,
     shard_paths,
 )
 from scripts._prompts import PROMPT_TOKENS
@@ -151,9 +150,13 @@ def open_cached(recipe: Recipe, choice: str, settings: dict) -> CachedAnswers | 
     if declared is None or choice == "generate":
         return None
     cached = CachedAnswers.read(ROOT / declared.file, declared.sha256)
-    fixed = {key: settings[key] for key in (*declared_settings(recipe), "tokenizer_files", "teacher_files")
-             if key != "top_k"}  # fmt: skip
-    refuse_difference(declared.file, {key: cached.settings.get(key) for key in fixed}, fixed)
+    fixed = (*(key for key in declared_settings(recipe) if key != "top_k"), "tokenizer_files", "weights")
+    differing = [key for key in fixed if cached.settings.get(key) != settings[key]]
+    if differing:
+        raise ValueError(
+            f"{declared.file} was made with another {', '.join(differing)} than this recipe and teacher have; "
+            "--teacher generate answers anew"
+        )
     return cached
 
 
@@ -162,7 +165,7 @@ def export(recipe: Recipe, path: Path) -> dict:
     folder = recipe.cache_dir / "teacher"
     paths = [path for pool in pools(recipe) for path in shard_paths(folder, pool.stem)]
     rows = read_shards(paths)
-    settings = {**read_metadata(paths[0]), "teacher_files": teacher_files(recipe)}
+    settings = {**read_metadata(paths[0]), "weights": teacher_weights(recipe)}
     sha256 = cached_answers.write(path, rows, settings)
     tokens = sum(len(row.continuation_ids) for row in rows)
     return {"file": relative(path), "rows": len(rows), "tokens": tokens, "size_bytes": path.stat().st_size,
@@ -224,6 +227,11 @@ def answer(
 def teacher_files(recipe: Recipe) -> dict[str, str]:
     """{file: sha256} of the teacher, as its source.json says."""
     return read_json(recipe.cache_dir / "models" / "teacher" / "source.json")["files"]
+
+
+def teacher_weights(recipe: Recipe) -> dict[str, str]:
+    """{file: sha256} of its weights alone: a config.json names the version of the library that wrote it."""
+    return {name: sha256 for name, sha256 in teacher_files(recipe).items() if name.endswith(".safetensors")}
 
 
 def refuse_other_teacher(recipe: Recipe) -> None:
@@ -291,7 +299,7 @@ def generate(recipe: Recipe, device: str = "auto", decoder: str = "auto", choice
     )
     decoder = choose_decoder(recipe, decoder, device)
     metadata = shard_metadata(recipe, teacher, device, decoder)
-    cached = open_cached(recipe, choice, {**metadata, "teacher_files": teacher_files(recipe)})
+    cached = open_cached(recipe, choice, {**metadata, "weights": teacher_weights(recipe)})
     metadata["cached_answers"] = cached and cached.sha256
     rows = {pool: read_prompts(pool) for pool in prompt_files}
     several = [row["id"] for pool in rows.values() for row in pool if row.get("history") == "regenerate"]
