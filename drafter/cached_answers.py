@@ -26,8 +26,8 @@ from drafter.decoding import Decoded
 from drafter.provenance import atomic_write, sha256_file
 from drafter.teacher_data import TeacherRow
 
-# The same weights choose otherwise where two ids are nearly equal and sums run in another order or in bf16; answers of
-# other weights differ in a fifth of the ids and more.
+# The same weights choose otherwise where two ids are nearly equal and sums run in another order or in bf16. A guard
+# beside the hash of the weights, which a file could hold by mistake.
 MOST_DIFFERENT = 0.05
 FORMAT = 1
 
